@@ -23,12 +23,19 @@ from secc.alloc.explain.alternatives import explain_choices
 from secc.alloc.explain.infeasibility import explain_infeasibility
 from secc.alloc.problem import pins as pins_
 from secc.alloc.problem.build_problem import build_problem, count_usable_ranks
-from secc.alloc.problem.candidates import SectionLoad, Workload, build_workload, micro_batch_time_expressions
+from secc.alloc.problem.candidates import (
+    SectionLoad,
+    Workload,
+    build_workload,
+    micro_batch_time_expressions,
+    undivided_cost,
+)
 from secc.alloc.problem.closed_form import PlanValue, evaluate_assignment
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import STRATEGIES, Assignment, Candidate, Problem, Solution
 from secc.alloc.refine import prefetch_memory
-from secc.alloc.refine.in_flight_limits import in_flight_limit
+from secc.alloc.refine.dealt_sections import deal_where_shorter
+from secc.alloc.refine.in_flight_limits import in_flight_limit, undivided_limit
 from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory
@@ -97,7 +104,15 @@ class Allocate(ModulePass):
         if self.known and (found := self._reuse_known_plan(graph)) is not None:
             return _write_allocation(graph, *found)
         solved = self.solve_closed_form(graph)
-        _write_allocation(graph, solved, self.refine_solution(solved))
+        won = self.refine_solution(solved)
+        problem, won = deal_where_shorter(
+            PlanEvaluator(solved.work, solved.problem, solved.run_ahead),
+            won,
+            assign_ranks(solved.problem, won.assignment),
+            solved.pins,
+            MULTI_RANK_MARGIN,
+        )
+        _write_allocation(graph, replace(solved, problem=problem), won)
 
     def solve_closed_form(self, graph: GraphOp) -> SolvedAllocation:
         """The best plan by closed forms. Raises UserError where nothing fits, and for options that are not
@@ -249,6 +264,9 @@ def _write_allocation(graph: GraphOp, solved: SolvedAllocation, won: RefinedPlan
             "in_flight": int_attr(held.in_flight if bounded else 0),
             "room_bytes": int_attr(held.size_bytes),
         }
+        if chosen[name].cp_per == "micro_batch":
+            limit = undivided_limit(work, asked, solution.assignment, value, name, results.get(group, 0))
+            _write_undivided_cost(own, load, chosen[name], limit)
     if kept:
         graph.attributes["run_ahead_gib"] = float_attr(kept / GIB)
     label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"
@@ -275,6 +293,18 @@ def _write_allocation(graph: GraphOp, solved: SolvedAllocation, won: RefinedPlan
                 }
             )
         ),
+    }
+
+
+def _write_undivided_cost(work: Workload, load: SectionLoad, chosen: Candidate, limit: int) -> None:
+    """What samples cost that one rank of cp computes whole, in at most `limit` bytes."""
+    cost = undivided_cost(work, load, chosen)
+    load.section.attributes |= {
+        "cp_per": StringAttr(chosen.cp_per),
+        "undivided_forward_ns": StringAttr(cost.forward_ns),
+        "undivided_backward_ns": StringAttr(cost.backward_ns),
+        "undivided_saved": StringAttr(cost.saved),
+        "undivided_bytes": int_attr(limit),
     }
 
 

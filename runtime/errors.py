@@ -41,5 +41,10 @@ class UserError(Exception):
         return f"{place}{_shorten_lines(self.message)}{remedy}"
 
 
+class RunComplete(SystemExit):
+    """Ends a process with 0 because its run has no further step. Any other SystemExit comes from the user's
+    code."""
+
+
 class LostProcess(UserError):
     """A helper process was ended from outside, for lack of memory for example: a new attempt may succeed."""

@@ -6,6 +6,9 @@ producer's order, a message holds the sample's rows, cut to its own extents wher
 wider. The gradient of an edge travels in the same messages in the other direction.
 
 Between stages of a pipeline, which have the same micro-batches, a tensor is sent whole.
+
+Where a micro-batch is dealt to the ranks of a replica, messages are those of all its samples. Each rank takes
+its part of a tensor that has arrived, and the ranks join the parts that they have computed.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 from secc.runtime.plan.batch_sizes import combine_sizes, pad_sample_sizes
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.schema import Edge, Plan
-from secc.runtime.plan.step_program import MicroBatch, SampleMeta, Schedule, micro_batch_pairs
+from secc.runtime.plan.step_program import SampleMeta, Schedule, micro_batch_pairs
 
 MicroBatchPair = tuple[int, int]  # the producer's micro-batch and the consumer's
 
@@ -77,13 +80,16 @@ class EdgeLayout:
         return self._shapes[key]
 
     def _compute_shape(self, side: str, micro: int) -> tuple[int, ...]:
-        batch = self._micro_batches[side][micro]
-        sizes = combine_sizes([self._sizes[s] for s in batch.samples], self._plan.symbols)
+        return self.shape_of_samples(side, self._micro_batches[side][micro].samples)
+
+    def shape_of_samples(self, side: str, samples: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the edge's tensor for samples that are computed together on `side`."""
+        sizes = combine_sizes([self._sizes[s] for s in samples], self._plan.symbols)
         dims = [
             0 if d == self.edge.dim else evaluate_expr(text, sizes) for d, text in enumerate(self.edge.dims)
         ]
         if not self.is_whole:
-            dims[self.edge.dim] = sum(self._sample_rows(s) for s in self._carried_samples(side, batch))
+            dims[self.edge.dim] = sum(self._sample_rows(s) for s in self.carried_samples(side, samples))
         return tuple(dims)
 
     @property
@@ -135,14 +141,19 @@ class EdgeLayout:
 
     def sample_boxes(self, side: str, pair: MicroBatchPair) -> list[TensorBox]:
         """Return the box of each sample of `pair` in the tensor on `side`."""
-        micro = pair[side == "dst"]
-        shape = self.tensor_shape(side, micro)
+        return self._boxes_of_samples(
+            side, self._micro_batches[side][pair[side == "dst"]].samples, self.pairs[pair]
+        )
+
+    def _boxes_of_samples(self, side: str, samples: Sequence[int], wanted: Sequence[int]) -> list[TensorBox]:
+        """Return the box of each of the `wanted` in the tensor of `samples` that are computed together."""
+        shape = self.shape_of_samples(side, samples)
         starts, start = {}, 0
-        for s in self._carried_samples(side, self._micro_batches[side][micro]):
+        for s in self.carried_samples(side, samples):
             starts[s] = start
             start += self._sample_rows(s)
         cuts: list[TensorBox] = []
-        for s in self.pairs[pair]:
+        for s in wanted:
             box = [(0, n) for n in shape]
             box[self.edge.dim] = (starts[s], self._sample_rows(s))
             for dim, text, pad_side in self._extents:
@@ -151,10 +162,47 @@ class EdgeLayout:
             cuts.append(TensorBox(tuple(box)))
         return cuts
 
-    def _carried_samples(self, side: str, batch: MicroBatch) -> list[int]:
-        """Return the samples with rows in the micro-batch's tensor, in its order. A consumer's micro-batch
-        may have more samples, which the producer skips."""
-        return list(batch.samples) if side == "src" else [s for s in batch.samples if s in self._carried]
+    def carried_samples(self, side: str, samples: Sequence[int]) -> list[int]:
+        """Return those of `samples` that have rows in a tensor on `side`, in its order. A consumer may have
+        more samples, which the producer skips."""
+        return list(samples) if side == "src" else [s for s in samples if s in self._carried]
+
+    # Parts of a dealt micro-batch.
+
+    def take_part(
+        self, whole: torch.Tensor, side: str, samples: Sequence[int], part: Sequence[int]
+    ) -> torch.Tensor:
+        """Return the tensor of `part`, given that of `samples`, which include them."""
+        own = torch.zeros(self.shape_of_samples(side, part), dtype=whole.dtype, device=whole.device)
+        self.unpack_part(
+            self._pack(whole, side, samples, self.carried_samples(side, part)), own, side, part, part
+        )
+        return own
+
+    def pack_part(self, tensor: torch.Tensor, side: str, part: Sequence[int]) -> torch.Tensor:
+        """Return the rows of `part` in the tensor of these samples, as a flat buffer."""
+        return self._pack(tensor, side, part, self.carried_samples(side, part))
+
+    def part_numel(self, side: str, part: Sequence[int]) -> int:
+        """Return the number of entries of `pack_part`."""
+        return sum(box.numel for box in self._boxes_of_samples(side, part, self.carried_samples(side, part)))
+
+    def unpack_part(
+        self, flat: torch.Tensor, tensor: torch.Tensor, side: str, samples: Sequence[int], part: Sequence[int]
+    ) -> None:
+        """Copy rows of `part`, as `pack_part` gives them, into the tensor of `samples`, which include
+        them."""
+        start = 0
+        for box in self._boxes_of_samples(side, samples, self.carried_samples(side, part)):
+            view = box.view(tensor)
+            view.copy_(flat[start : start + box.numel].view(view.shape))
+            start += box.numel
+
+    def _pack(
+        self, tensor: torch.Tensor, side: str, samples: Sequence[int], wanted: Sequence[int]
+    ) -> torch.Tensor:
+        boxes = self._boxes_of_samples(side, samples, wanted)
+        return torch.cat([tensor.new_empty(0), *(box.view(tensor).reshape(-1) for box in boxes)])
 
     def _sample_rows(self, sample: int) -> int:
         return evaluate_expr(self.edge.rows, self._sizes[sample])

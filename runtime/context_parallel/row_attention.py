@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from secc.runtime.context_parallel import row_exchange
@@ -132,6 +131,8 @@ def _causal_attention(
             mask = _reversed_causal_mask(piece, stop)
             outs.append(F.scaled_dot_product_attention(piece.flip(-2), keys, values, mask, **more).flip(-2))
             continue
+        from torch.nn.attention.bias import causal_lower_right  # imports the compiler of torch: 1.3 s
+
         with _disable_current_modes():  # under a dispatch mode, no tensor subclass can be made
             bias: Any = causal_lower_right(stop - start, stop)
         outs.append(F.scaled_dot_product_attention(piece, keys, values, bias, **more))

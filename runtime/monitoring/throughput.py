@@ -23,11 +23,12 @@ def peak_seconds(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) 
     sizes, nanoseconds = PredictedCosts(plan, samples, schedule.own_samples), 0.0
     for s in plan.sections:
         for m in (m for m in schedule.micro_batches[s.name] if not schedule.is_of_next_batch(m)):
-            symbols = sizes.micro_batch_sizes(m.samples)
-            flops = evaluate_expr(s.cost.flops, symbols)
-            if s.mode != "forward":
-                flops += evaluate_expr(s.cost.backward_flops or "0", symbols)
-            nanoseconds += flops / peaks.get(s.cost.dtype, peaks["f32"])
+            for together in sizes.computed_parts(s, m.samples):
+                symbols = sizes.micro_batch_sizes(together)
+                flops = evaluate_expr(s.cost.flops, symbols)
+                if s.mode != "forward":
+                    flops += evaluate_expr(s.cost.backward_flops or "0", symbols)
+                nanoseconds += flops / peaks.get(s.cost.dtype, peaks["f32"])
     return nanoseconds / 1e9
 
 

@@ -12,7 +12,8 @@ sooner without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ AVERAGE_PREFIX = "ema/"  # of the keys of averaged weights (`weight_average`)
 # What the rank's optimizer updates -> the part of a user's parameter that it is.
 OptimizedSlices = Mapping[nn.Parameter, ParameterSlice]
 _NAMES = ("params", "param_names")  # of a group of an optimizer: which parameters it has
+_CLASS = "optimizer"  # next to the options of a parameter: the class of its optimizer
+# Options that learning-rate schedulers set.
+_SCHEDULED = (
+    *("lr", "initial_lr", "max_lr", "min_lr"),
+    *("momentum", "base_momentum", "max_momentum", "betas"),
+)
 
 
 def make_manifest(
@@ -134,10 +141,13 @@ def optimizer_state(
 def describe_options(
     optimizer: torch.optim.Optimizer, slices: OptimizedSlices
 ) -> dict[str, dict[str, object]]:
-    """Returns the options of each parameter's group by the parameter's name, as far as they are plain values.
-    Call it before a scheduler changes them."""
+    """Returns the options of each parameter's group by the parameter's name, as far as they are plain values,
+    and the optimizer's class. Call it before a scheduler changes them."""
     return {
-        slices[param].name: {k: v for k, v in group.items() if k not in _NAMES and _is_plain(v)}
+        slices[param].name: {
+            **{k: v for k, v in group.items() if k not in _NAMES and _is_plain(v)},
+            _CLASS: type(optimizer).__name__,
+        }
         for group in optimizer.param_groups
         for param in group["params"]
     }
@@ -149,21 +159,37 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, bool | int | float | str | None)
 
 
-def find_changed_option(checkpoint: Path, options: Mapping[str, Mapping[str, object]]) -> str:
-    """Returns the first of `describe_options` that is another one than in the run that wrote a checkpoint, in
-    words; "" if there is none, or if the checkpoint does not say. Reads on its own."""
+@dataclass(frozen=True)
+class ChangedOption:
+    """An option of a parameter's optimizer that is not that of the run which wrote a checkpoint."""
+
+    name: str
+    option: str
+    before: object
+    now: object
+
+    def __str__(self) -> str:
+        return f"{self.option} of {self.name} was {self.before}, and is {self.now}"
+
+
+def find_changed_options(
+    checkpoint: Path, options: Mapping[str, Mapping[str, object]]
+) -> list[ChangedOption]:
+    """Returns which of `describe_options` are other ones than in the run that wrote a checkpoint, as far as
+    the checkpoint says. Reads on its own."""
     from secc.runtime.parameters import sliced_tensor_store
 
     keys = [key for key in sliced_tensor_store.stored_entries(checkpoint) if key.startswith("options/")]
     recorded: dict[str, Any] = dict.fromkeys(keys)
     sliced_tensor_store.read_entries(checkpoint, recorded, alone=True)
     before = {n: found for key in keys for n, found in _dict_of(recorded[key]).items() if _dict_of(found)}
+    found: list[ChangedOption] = []
     for name in sorted(options.keys() & before.keys()):
         for option in sorted(options[name].keys() & before[name].keys()):
             old, new = before[name][option], options[name][option]
             if old != new and list(_flatten(old)) != list(_flatten(new)):
-                return f"{option} of {name} was {old}, and is {new}"
-    return ""
+                found.append(ChangedOption(name, option, old, new))
+    return found
 
 
 def _dict_of(value: object) -> dict[str, Any]:
@@ -218,9 +244,15 @@ def load_optimizer_state(
     scheduler: Any,
     slices: OptimizedSlices,
     rank: int,
+    changed: Iterable[ChangedOption] = (),
+    keeps_schedule: bool = True,
 ) -> None:
     """Reads the optimizer states of this rank's parameters, the options of their groups and the scheduler's
-    state. Collective."""
+    state. Collective.
+
+    Options that have `changed`, and without `keeps_schedule` those that schedulers set and the scheduler
+    itself, stay as they are. Nothing is read for parameters with an optimizer of another class.
+    """
     from secc.runtime.parameters import sliced_tensor_store
 
     stored = sliced_tensor_store.stored_entries(checkpoint)
@@ -236,8 +268,11 @@ def load_optimizer_state(
     target |= {scheduler_key: None} if scheduler_key else {}
     sliced_tensor_store.read_entries(checkpoint, target)
     if optimizer is not None:
-        optimizer.load_state_dict(_pack_optimizer_state(optimizer, target, slices))
-    if scheduler is not None and scheduler_key:
+        kept = {name: {*_SCHEDULED} if not keeps_schedule else set[str]() for name in slice_by_name}
+        for change in changed:
+            kept[change.name].add(change.option)
+        optimizer.load_state_dict(_pack_optimizer_state(optimizer, target, slices, kept))
+    if scheduler is not None and scheduler_key and keeps_schedule:
         scheduler.load_state_dict(target[scheduler_key])
 
 
@@ -311,9 +346,13 @@ def _scheduler_key(stored: Iterable[str], rank: int) -> str | None:
 
 
 def _pack_optimizer_state(
-    optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], slices: OptimizedSlices
+    optimizer: torch.optim.Optimizer,
+    stored: Mapping[str, Any],
+    slices: OptimizedSlices,
+    kept: Mapping[str, Collection[str]],
 ) -> dict[str, Any]:
-    """Builds an optimizer's state dict, keyed by index, from entries stored under names."""
+    """Builds an optimizer's state dict, keyed by index, from entries stored under names. `kept`: the options
+    of each parameter that the optimizer has already."""
     from secc.runtime.parameters.sliced_tensor_store import TensorSlice
 
     packed = optimizer.state_dict()
@@ -333,9 +372,11 @@ def _pack_optimizer_state(
     for group, indices in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         members = [slices[p].name for p in group["params"]]
         group_options = next((options[n] for n in members if n in options), {})
-        indices.update(group_options)
+        own = {option for n in members for option in kept[n]}
+        is_other = _CLASS in own
+        indices.update({} if is_other else {k: v for k, v in group_options.items() if k not in own})
         for param, name, index in zip(group["params"], members, indices["params"], strict=True):
-            if name in values:
+            if name in values and not is_other:
                 state[index] = {
                     k: v.values.view(param.shape) if isinstance(v, TensorSlice) else v
                     for k, v in values[name].items()

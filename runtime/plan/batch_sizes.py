@@ -82,7 +82,7 @@ def pad_batch(
         for dim, text in enumerate(i.dims):
             target = _target_width(text, widths)
             if target is not None:
-                padded[i.key] = _pad_dim(padded[i.key], i.key, dim, target, fills.get(dim))
+                padded[i.key] = _pad_dim(padded[i.key], i, dim, target, fills.get(dim))
     return padded
 
 
@@ -97,22 +97,31 @@ def _target_width(text: str, widths: Mapping[str, int]) -> int | None:
 
 
 def _pad_dim(
-    tensor: torch.Tensor, key: str, dim: int, target: int, fill: tuple[str, float] | None
+    tensor: torch.Tensor, of: plan.Input, dim: int, target: int, fill: tuple[str, plan.PadFill] | None
 ) -> torch.Tensor:
     missing = target - tensor.shape[dim]
     if missing == 0:
         return tensor
     if missing < 0:
         raise ValueError(
-            f"{key} dim {dim}: expected at most {target} entries to pad to, got {tensor.shape[dim]}"
+            f"{of.key} dim {dim}: expected at most {target} entries to pad to, got {tensor.shape[dim]}"
         )
     if fill is None:
         raise UserError(
-            f"{key!r}: expected padding with one constant along dim {dim}, "
+            f"{of.key!r}: expected padding with one constant along dim {dim}, "
             "but collate() fills it with varying values",
-            remedy="let collate() fill the padding of this key with a constant",
+            remedy="let collate() fill the padding of this key with a constant, or with one constant row",
         )
     side, value = fill
+    if isinstance(value, str):
+        last = tensor.narrow(dim, tensor.shape[dim] - 1, 1)
+        steps = torch.arange(1, missing + 1, dtype=tensor.dtype, device=tensor.device)
+        return torch.cat([tensor, last + steps.view(-1, *[1] * (tensor.ndim - 1 - dim))], dim)
+    if isinstance(value, tuple):
+        constant = [int(d) if d.isdecimal() else 1 for d in of.dims]
+        shape = [missing if d == dim else size for d, size in enumerate(tensor.shape)]
+        row = torch.tensor(value, dtype=tensor.dtype, device=tensor.device).view(constant).expand(shape)
+        return torch.cat([row, tensor] if side == "left" else [tensor, row], dim)
     amounts = [0, 0] * (tensor.ndim - 1 - dim) + ([missing, 0] if side == "left" else [0, missing])
     return functional.pad(tensor, amounts, value=value)
 

@@ -93,6 +93,16 @@ def _any_number(value: Any) -> float:
     return float(value)
 
 
+_pad_row = shapes.items_of(_any_number, schema.MAX_PAD_ROW, 1)
+
+
+def _pad_fill(value: Any) -> schema.PadFill:
+    """A number, the numbers of a padded row, or "next"."""
+    if value == schema.COUNTING_FILL:
+        return schema.COUNTING_FILL
+    return _pad_row(value) if type(value) is list else _any_number(value)
+
+
 _TEXT, _FLAG, _COUNT = shapes.text, shapes.flag, shapes.integer(0)
 _TEXTS, _TEXT_LISTS = shapes.items_of(_TEXT), shapes.mapping_of(shapes.items_of(_TEXT))
 _DIM, _POSITIVE, _SECONDS = shapes.integer(0, _MAX_DIM), shapes.integer(1), shapes.number(0)
@@ -170,10 +180,22 @@ _SECTION_FIELDS: dict[str, Shape] = {
     "row_attention": shapes.choice("gather", "ulysses"),
     "row_layers": _TEXTS,
     "row_modules": _TEXTS,
+    "cp_per": shapes.choice("section", "micro_batch"),
+    "undivided": _COST,
+    "undivided_bytes": _COUNT,
     "partial": _TEXTS,
     "units": _TEXTS,
 }
-_LATER_FIELDS = ("row_attention", "row_layers", "row_modules", "micro_batch_tokens", "token_count")
+_LATER_FIELDS = (
+    "row_attention",
+    "row_layers",
+    "row_modules",
+    "cp_per",
+    "undivided",
+    "undivided_bytes",
+    "micro_batch_tokens",
+    "token_count",
+)
 _STAGE = shapes.dataclass_of(schema.Section, _SECTION_FIELDS, optional=_LATER_FIELDS)
 _WHOLE_SECTION = shapes.dataclass_of(
     schema.Section,
@@ -510,7 +532,7 @@ _PLAN = shapes.record(
             dtype=_DTYPE,
             dims=_EXPRESSIONS,
             optional=_FLAG,
-            pads=shapes.items_of(shapes.row_of(_DIM, _SIDE, _any_number)),
+            pads=shapes.items_of(shapes.row_of(_DIM, _SIDE, _pad_fill)),
         ),
         "sections": shapes.mapping_of(_section, _NAME),
         "edges": _records(
@@ -661,10 +683,12 @@ def _check_section(plan: Plan, section: Section, symbols: set[str], optional_key
     _check_known(section.params, plan.model.parameters, "parameter", f"{place}.params")
     _check_known(section.partial, section.params, "parameter of the section", f"{place}.partial")
     _check_known(section.units, section.blocks, "block of the section", f"{place}.units")
-    cost = section.cost
-    for name in ("forward_ns", "backward_ns", "flops", "backward_flops", "saved"):
-        text = getattr(cost, name)
-        _check_symbols([text] if text else [], symbols, f"{place}.cost.{name}")
+    for key, cost in (("cost", section.cost), ("undivided", section.undivided)):
+        for name in ("forward_ns", "backward_ns", "flops", "backward_flops", "saved"):
+            text = getattr(cost, name)
+            _check_symbols([text] if text else [], symbols, f"{place}.{key}.{name}")
+    if section.cp_per == "micro_batch" and (section.pipeline or mesh.ep > 1 or section.weight_permille):
+        raise MalformedValue("expected no stages, ep or split backward with micro_batch", f"{place}.cp_per")
     _check_symbols([section.token_count] if section.token_count else [], symbols, f"{place}.token_count")
     if section.micro_batch_tokens and not section.token_count:
         raise MalformedValue("expected what counts the tokens of a micro-batch", f"{place}.token_count")

@@ -7,11 +7,24 @@ evaluated as columns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from secc.runtime.plan.batch_sizes import combine_sizes, pad_sample_sizes
 from secc.runtime.plan.expr_eval import SizeColumns, evaluate_expr_columns
 from secc.runtime.plan.schema import Plan, Section
 from secc.runtime.plan.step_program import SampleMeta, owes_backward
+
+SampleParts = tuple[tuple[int, ...], ...]  # sample positions of each rank of cp, ascending
+
+
+@dataclass(frozen=True)
+class DealtCosts:
+    """A micro-batch dealt to the ranks of cp: its parts, and ns and bytes of the largest of them."""
+
+    parts: SampleParts
+    forward_ns: int
+    backward_ns: int
+    saved_bytes: int
 
 
 class PredictedCosts:
@@ -53,7 +66,7 @@ class PredictedCosts:
 
     def shared_sample_times(self, section: Section) -> list[int]:
         """Returns forward plus backward ns of every sample as its share of a full micro-batch of equal
-        samples.
+        samples, dealt or divided, whichever is less.
         """
         count = section.micro_batch
         rows = {s.name for s in self._symbols if s.kind == "rows"}
@@ -62,15 +75,90 @@ class PredictedCosts:
             for name, column in self.sample_columns.items()
         }
         forward, backward = self.times_of_columns(section, columns, self.sample_count)
-        return [(f + b) // count for f, b in zip(forward, backward, strict=True)]
+        shares = [(f + b) // count for f, b in zip(forward, backward, strict=True)]
+        if not section.may_deal:
+            return shares
+        return [
+            min(share, ns // section.mesh.cp) if needed <= section.undivided_bytes else share
+            for share, ns, needed in zip(
+                shares,
+                map(sum, zip(*self.undivided_times(section), strict=True)),
+                self._evaluate_for_samples(section.undivided.saved or "0"),
+                strict=True,
+            )
+        ]
+
+    def undivided_times(self, section: Section) -> tuple[list[int], list[int]]:
+        """Returns (forward, backward) ns of every sample where one rank of cp computes all of it."""
+        backward = (
+            self._evaluate_for_samples(section.undivided.backward_ns)
+            if owes_backward(section)
+            else [0] * self.sample_count
+        )
+        return self._evaluate_for_samples(section.undivided.forward_ns), backward
 
     def micro_batch_times(
         self, section: Section, micro_batches: Sequence[Sequence[int]]
     ) -> tuple[list[int], list[int]]:
         """Returns (forward, backward) ns of micro-batches, each a sequence of sample positions. An empty
-        micro-batch costs what the expressions give for no rows.
+        micro-batch costs what the expressions give for no rows, a dealt one what its slowest part takes.
         """
-        return self.times_of_columns(section, self.micro_batch_columns(micro_batches), len(micro_batches))
+        forward, backward = self.times_of_columns(
+            section, self.micro_batch_columns(micro_batches), len(micro_batches)
+        )
+        for i, dealt in enumerate(self.deal(section, micro_batches)):
+            if dealt is not None:
+                forward[i], backward[i] = dealt.forward_ns, dealt.backward_ns
+        return forward, backward
+
+    def deal_samples(self, section: Section, micro_batches: Sequence[Sequence[int]]) -> list[SampleParts]:
+        """Returns the parts of each micro-batch, () where it is not dealt but divided over all ranks.
+
+        A micro-batch of several samples is dealt, in turns and largest first, if that takes less time or it
+        has more samples than may be divided together, and if each part fits.
+        """
+        dealt = self.deal(section, micro_batches)
+        return [() if d is None else d.parts for d in dealt]
+
+    def computed_parts(self, section: Section, samples: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Returns the samples that are computed together: all of a micro-batch, or those of each part."""
+        (parts,) = self.deal_samples(section, [samples])
+        return [part for part in parts if part] or [samples]
+
+    def deal(self, section: Section, micro_batches: Sequence[Sequence[int]]) -> list[DealtCosts | None]:
+        """Returns the costs of each micro-batch that is dealt, None for others."""
+        if not section.may_deal:
+            return [None] * len(micro_batches)
+        ns = list(map(sum, zip(*self.undivided_times(section), strict=True)))
+        drafts = [
+            _deal_in_turns(samples, ns, section.mesh.cp) if 1 < len(samples) <= section.most_samples else ()
+            for samples in micro_batches
+        ]
+        parts = [part for draft in drafts for part in draft if part]
+        columns, count = self.micro_batch_columns(parts), len(parts)
+        undivided = replace(section, cost=section.undivided)
+        forward, backward = self.times_of_columns(undivided, columns, count)
+        saved = self.saved_bytes_of_columns(undivided, columns, count)
+        fits = [size <= section.undivided_bytes for size in saved]
+        if section.micro_batch_tokens:
+            tokens = self.token_counts(section, columns, count)
+            fits = [
+                ok and (len(part) == 1 or n <= section.micro_batch_tokens)
+                for ok, part, n in zip(fits, parts, tokens, strict=True)
+            ]
+        divided = self.times_of_columns(section, self.micro_batch_columns(micro_batches), len(micro_batches))
+        found, start = list[DealtCosts | None](), 0
+        for draft, samples, divided_ns in zip(
+            drafts, micro_batches, map(sum, zip(*divided, strict=True)), strict=True
+        ):
+            own = slice(start, start := start + sum(map(bool, draft)))
+            if not draft or not all(fits[own]):
+                found.append(None)
+                continue
+            dealt = DealtCosts(draft, max(forward[own]), max(backward[own]), max(saved[own]))
+            is_faster = dealt.forward_ns + dealt.backward_ns < divided_ns
+            found.append(dealt if is_faster or len(samples) > section.micro_batch else None)
+        return found
 
     def saved_bytes(self, section: Section, micro_batches: Sequence[Sequence[int]]) -> list[int]:
         """Returns the bytes that each micro-batch keeps from forward to backward; [] without a byte
@@ -79,11 +167,15 @@ class PredictedCosts:
         if section.room_bytes and set(map(len, micro_batches)) <= {1}:
             sample_bytes = self._evaluate_for_samples(section.cost.saved or "0")
             return [sample_bytes[p] for (p,) in micro_batches]
-        return (
-            self.saved_bytes_of_columns(section, self.micro_batch_columns(micro_batches), len(micro_batches))
-            if section.room_bytes
-            else []
+        if not section.room_bytes:
+            return []
+        saved = self.saved_bytes_of_columns(
+            section, self.micro_batch_columns(micro_batches), len(micro_batches)
         )
+        for i, dealt in enumerate(self.deal(section, micro_batches)):
+            if dealt is not None:
+                saved[i] = dealt.saved_bytes
+        return saved
 
     def saved_bytes_of_columns(self, section: Section, columns: SizeColumns, count: int) -> list[int]:
         """Returns the bytes that each of `count` micro-batches keeps, from columns of symbol values."""
@@ -128,6 +220,17 @@ class PredictedCosts:
         if text not in self._evaluated:
             self._evaluated[text] = evaluate_expr_columns(text, self.sample_columns, self.sample_count)
         return self._evaluated[text]
+
+
+def _deal_in_turns(samples: Sequence[int], ns: Sequence[int], ranks: int) -> SampleParts:
+    """Deals samples to ranks, those that take longest first, in turns forth and back."""
+    if len(samples) <= ranks:
+        return (*((p,) for p in samples), *((),) * (ranks - len(samples)))
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    for turn, p in enumerate(sorted(samples, key=lambda p: (-ns[p], p))):
+        number, place = divmod(turn, ranks)
+        parts[ranks - 1 - place if number % 2 else place].append(p)
+    return tuple(tuple(sorted(part)) for part in parts)
 
 
 def _max_or_zero(values: Iterable[int]) -> int:

@@ -52,17 +52,23 @@ def is_tensor_label(key: str) -> bool:
     return ":" in key or key.startswith("result ")
 
 
+COUNTING_FILL = "next"
+PadFill = float | tuple[float, ...] | str  # as a text, COUNTING_FILL
+MAX_PAD_ROW = 256  # numbers of a padded row
+
+
 @dataclass(frozen=True)
 class Input:
-    """A key of the collated batch. `dims` are expressions; `pads` has (dim, side, value) for each
-    padded dim.
+    """A key of the collated batch. `dims` are expressions; `pads` has (dim, side, fill) for each padded dim.
+    A fill is one number, or the numbers of a padded row over all constant dims, in order, or "next": padding
+    goes on counting from the entry before it, as position ids do.
     """
 
     key: str
     dtype: str
     dims: tuple[str, ...]
     optional: bool = False
-    pads: tuple[tuple[int, str, float], ...] = ()
+    pads: tuple[tuple[int, str, PadFill], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,9 @@ class Section:
     parameters in `partial` are partial sums on each tp rank. With cp, the layers `row_layers` (module paths)
     work on a rank's rows of the sequence (`runtime.context_parallel`); `row_modules` inside of them do so row
     by row, without rules for their code, and `row_attention` is how their attention reaches the rows of other
-    ranks ("gather" or "ulysses").
+    ranks ("gather" or "ulysses"). With `cp_per` "micro_batch", a micro-batch of several samples may be dealt:
+    each rank of cp computes some samples whole (`runtime.plan.dealt_samples`) in the time and memory that
+    `undivided` says, if what it keeps and needs temporarily is at most `undivided_bytes`.
     """
 
     name: str
@@ -195,6 +203,19 @@ class Section:
     row_attention: str = "gather"
     row_layers: tuple[str, ...] = ()
     row_modules: tuple[str, ...] = ()
+    cp_per: str = "section"
+    undivided: Cost = Cost()
+    undivided_bytes: int = 0
+
+    @property
+    def may_deal(self) -> bool:
+        """Whether a micro-batch's samples may be dealt to the ranks of cp."""
+        return self.cp_per == "micro_batch" and self.mesh.cp > 1
+
+    @property
+    def most_samples(self) -> int:
+        """The most samples of a micro-batch: `micro_batch`, or that many for each rank they are dealt to."""
+        return self.micro_batch * (self.mesh.cp if self.may_deal else 1)
 
     @property
     def user_section_name(self) -> str:
@@ -281,8 +302,8 @@ def logged_scalar_name(term: str) -> str:
 
 @dataclass(frozen=True)
 class RandomOp:
-    """A random op. `call` identifies it (`module.path@file:line#n`), `dims` are the dims of its result that
-    run over the samples' rows, and `rows` is a sample's number of rows.
+    """A random op. `call` identifies it (`module.path@file:line#n`; `#*` stands for all of a loop), `dims`
+    are the dims of its result that run over the samples' rows, and `rows` is a sample's number of rows.
 
     The first of `dims` decides which sample a number belongs to. Without dims, all samples share the numbers.
     """
@@ -463,16 +484,23 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Returns what plan.json holds: the user's sections by name, pipelines with their `stages`, other fields
     as they are.
     """
-    sections = {s.name: dataclasses.asdict(s) for s in plan.user_sections}
+    sections = {s.name: _section_to_dict(s) for s in plan.user_sections}
     for s in sections.values():
         del s["pipeline"], s["stage"], s["weight_permille"]
     for name, stages in plan.pipelines.items():
         if stages[0].pipeline:
-            sections[name]["stages"] = [dataclasses.asdict(s) for s in stages]
+            sections[name]["stages"] = [_section_to_dict(s) for s in stages]
     data = dataclasses.asdict(plan) | {"sections": sections}
     if not plan.outputs:
         del data["outputs"]
     return data
+
+
+def _section_to_dict(section: Section) -> dict[str, Any]:
+    found = dataclasses.asdict(section)
+    if section.cp_per == "section":
+        del found["cp_per"], found["undivided"], found["undivided_bytes"]
+    return found
 
 
 def plan_to_json(plan: Plan) -> str:

@@ -79,6 +79,11 @@ class ModelRandomness:
         return MicroBatchDraws(self, seed, keys, [{**sample_sizes, **widths} for sample_sizes in sizes])
 
 
+def loop_draw_name(site: str) -> str:
+    """The name in a plan of all draws of a place that draws in a loop over time steps."""
+    return f"{site}#*"
+
+
 def forward_context(draws: MicroBatchDraws | None) -> AbstractContextManager[None]:
     """Context of a micro-batch's forward; empty without random ops."""
     return nullcontext() if draws is None else draws.forward()
@@ -150,7 +155,8 @@ class MicroBatchDraws:
                 "use another op, or switch dropout off",
             )
         call = self._next_draw_name(func)
-        planned = self._model.draws.get(call)
+        draws = self._model.draws
+        planned = draws.get(call) or draws.get(loop_draw_name(call.rpartition("#")[0]))
         if planned is None:
             raise UserError(
                 f"{func} draws random numbers where no capture saw it ({call})",
@@ -158,7 +164,7 @@ class MicroBatchDraws:
                 _UNSEEN_DRAW_REMEDY,
             )
         return random_op_values.draw_op_result(
-            func, args, kwargs, lambda shape, device: self._generate_entry_bits(planned, shape, device)
+            func, args, kwargs, lambda shape, device: self._generate_entry_bits(planned, call, shape, device)
         )
 
     def _next_draw_name(self, func: Any) -> str:
@@ -183,14 +189,14 @@ class MicroBatchDraws:
         return call
 
     def _generate_entry_bits(
-        self, draw: RandomOp, shape: tuple[int, ...], device: torch.device
+        self, draw: RandomOp, call: str, shape: tuple[int, ...], device: torch.device
     ) -> torch.Tensor:
-        """Return 64 bits for each entry of a result of `shape`."""
+        """Return 64 bits for each entry of a result of `shape`, of the call named `call`."""
         places = shard_coordinates.global_coordinates(shape, device)
         if not draw.dims:
             return generate_bits(
                 [coordinate_offsets(d, at) for d, at in enumerate(places)],
-                hash_key(self._seed, "all", draw.call),
+                hash_key(self._seed, "all", call),
                 device,
             )
         owner, within = self._rows_by_sample(draw.rows, device)
@@ -199,7 +205,7 @@ class MicroBatchDraws:
             for d in draw.dims
         ):
             raise UserError(
-                f"the random op {draw.call} has a result of shape {list(shape)}, "
+                f"the random op {call} has a result of shape {list(shape)}, "
                 f"but the samples' rows are {len(owner)}",
                 draw.where,
                 _UNSEEN_DRAW_REMEDY,
@@ -208,7 +214,7 @@ class MicroBatchDraws:
         for d in draw.dims:
             places[d] = within[places[d]]
         parts = [coordinate_offsets(d, at) for d, at in enumerate(places)]
-        keys = torch.tensor([hash_key(k, draw.call) for k in self._keys], dtype=torch.int64, device=device)
+        keys = torch.tensor([hash_key(k, call) for k in self._keys], dtype=torch.int64, device=device)
         parts[draw.dims[0]] = parts[draw.dims[0]] + keys[owner[first_rows]]
         return generate_bits(parts, 0, device)
 

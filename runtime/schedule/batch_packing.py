@@ -12,6 +12,9 @@ samples' times. The attempt with the shortest longest replica wins.
 
 If memory keeps large neighbours apart, a replica's samples are also packed with large and small ones
 alternating, which makes fewer micro-batches.
+
+Micro-batches whose samples may be dealt to the ranks of a replica (`secc.runtime.plan.dealt_samples`) are
+runs, too: neighbours take similar time. Of those with more samples than ranks, only multiples are tried.
 """
 
 from __future__ import annotations
@@ -56,14 +59,27 @@ def exceeds_limits(
     return too_large
 
 
+def _too_large(
+    costs: PredictedCosts, stages: Sequence[Section], micro_batches: Sequence[SamplePositions]
+) -> list[bool]:
+    """Returns for each micro-batch whether it exceeds limits (`exceeds_limits`) and cannot be dealt."""
+    large = exceeds_limits(costs, stages, costs.micro_batch_columns(micro_batches), len(micro_batches))
+    for s in (s for s in stages if s.may_deal):
+        large = [
+            not parts and (is_large or len(samples) > s.micro_batch)
+            for is_large, samples, parts in zip(
+                large, micro_batches, costs.deal_samples(s, micro_batches), strict=True
+            )
+        ]
+    return large
+
+
 def halve_large_micro_batches(
     costs: PredictedCosts, stages: Sequence[Section], cut: AssignedMicroBatches
 ) -> AssignedMicroBatches:
     """Halves micro-batches of several samples until none of them exceeds the stages' memory or tokens."""
-    while any(s.room_bytes or s.micro_batch_tokens for s in stages):
-        large = exceeds_limits(
-            costs, stages, costs.micro_batch_columns([samples for _, samples in cut]), len(cut)
-        )
+    while any(s.room_bytes or s.micro_batch_tokens or s.may_deal for s in stages):
+        large = _too_large(costs, stages, [samples for _, samples in cut])
         if not any(is_large and len(samples) > 1 for is_large, (_, samples) in zip(large, cut, strict=True)):
             break
         cut = [
@@ -217,13 +233,13 @@ def _assign_then_pack(
             packed += [
                 ((samples, r), time)
                 for samples, time in (
-                    _pack_replica(costs, stages, section, replica_samples) if replica_samples else ()
+                    pack_replica(costs, stages, section, replica_samples) if replica_samples else ()
                 )
             ]
     return packed
 
 
-def _pack_replica(
+def pack_replica(
     costs: PredictedCosts, stages: Sequence[Section], section: Section, samples: Sequence[int]
 ) -> list[tuple[SamplePositions, int]]:
     """Packs samples sorted by size; returns (samples, ns) pairs.
@@ -260,6 +276,8 @@ def _run_times(
     """Returns times[k - 1][i]: forward plus backward ns of the k neighbours from index i on; INFEASIBLE_NS if
     several samples exceed memory or tokens. The list stops at the longest runs that fit somewhere.
     """
+    if section.may_deal:
+        return _dealt_run_times(costs, stages, section, group)
     single = {name: [column[p] for p in group] for name, column in costs.sample_columns.items()}
     columns, times_by_length = single, list[list[int]]()
     for length in range(1, min(section.micro_batch, len(group)) + 1):
@@ -279,6 +297,34 @@ def _run_times(
                 break
         times_by_length.append(times)
     return times_by_length
+
+
+def _dealt_run_times(
+    costs: PredictedCosts, stages: Sequence[Section], section: Section, group: Sequence[int]
+) -> list[list[int]]:
+    """Returns `_run_times` of a section that may deal its micro-batches."""
+    times_by_length = list[list[int]]()
+    longest = 0
+    for length in range(1, min(section.most_samples, len(group)) + 1):
+        count = len(group) - length + 1
+        if length > max(section.mesh.cp, section.micro_batch) and length % section.mesh.cp:
+            times_by_length.append([INFEASIBLE_NS] * count)
+            continue
+        runs = [tuple(group[i : i + length]) for i in range(count)]
+        columns = costs.micro_batch_columns(runs)
+        forward, backward = costs.times_of_columns(section, columns, count)
+        large = [length > section.micro_batch] * count
+        if 1 < length <= section.micro_batch:
+            large = exceeds_limits(costs, stages, columns, count)
+        times = [
+            d.forward_ns + d.backward_ns if d is not None else INFEASIBLE_NS if is_large else f + b
+            for d, f, b, is_large in zip(costs.deal(section, runs), forward, backward, large, strict=True)
+        ]
+        if min(times) == INFEASIBLE_NS and length >= section.mesh.cp:
+            break
+        longest = length if min(times) < INFEASIBLE_NS else longest
+        times_by_length.append(times)
+    return times_by_length[:longest]
 
 
 def _pack_optimally(

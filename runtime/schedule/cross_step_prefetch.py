@@ -22,12 +22,15 @@ they run before the forwards that end after the first rank is through (`_find_ea
 At the end of a step each stage of a pipeline has prefetched more than the next one, by at least the longest
 micro-batch (`_counts_of_stages`). So frozen pipelines fill and drain once in a run, and a long micro-batch
 delays no later stage.
+
+Replicas that exchange tokens prefetch whole rounds (`gather_rounds`). Rounds in which a replica has no
+samples are left to the step that needs them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -44,6 +47,9 @@ from secc.runtime.plan.step_program import (
     MicroBatchSets,
     SampleMeta,
     Schedule,
+    gather_rounds,
+    gathers_parameters,
+    replicas_in_lockstep,
     runs_in_lockstep,
 )
 from secc.runtime.schedule.micro_batches import MicroBatchTable
@@ -54,6 +60,8 @@ GIB = 1 << 30
 PREFETCH_PATIENCE = 16
 
 SampleSizes = Sequence[Mapping[str, int]]  # symbol values of each sample
+_Unit = tuple[int, ...]  # indices of micro-batches that are computed together
+_WantedUnit = tuple[int, int, str, _Unit]  # critical start time, depth of the section, section, unit
 
 
 def find_prefetchable_sections(plan: Plan, graph: SectionGraph) -> list[Section]:
@@ -66,7 +74,7 @@ def find_prefetchable_sections(plan: Plan, graph: SectionGraph) -> list[Section]
     for s in graph.topological_order:
         frozen = (
             s.mode == "forward"
-            and not runs_in_lockstep(s)
+            and not gathers_parameters(s)
             and not any(plan.model.parameters.get(name, "").endswith(" train") for name in s.params)
         )
         if frozen and graph.ancestors[s.name] <= {f.name for f in frozen_sections}:
@@ -121,10 +129,12 @@ def select_prefetched(
 
 
 class _PrefetchSelection:
-    """Selects micro-batches by critical start time until the ranks' prefetch memory is full.
+    """Selects micro-batches by critical start time until the ranks' prefetch memory is full; those of a round
+    together.
 
-    Keys: a user section's name in `stages_by_section`, `selected` (micro-batch indices), `ready_samples` and
-    `needed_samples` (by source section); (section or stage, replica) in `held_bytes`.
+    Keys: a user section's name in `stages_by_section`, `units` and `selected` (indices of the micro-batches
+    that are computed together), `ready_samples` and `needed_samples` (by source section); (section or stage,
+    replica) in `held_bytes`.
     """
 
     def __init__(
@@ -140,7 +150,11 @@ class _PrefetchSelection:
         self.output_edges = {s.name: [e for e in plan.edges if e.src == s.name] for s in prefetching}
         self.memory_limit = int(plan.run_ahead_gib * GIB)
         self.held_bytes: Counter[tuple[str, int]] = Counter()
-        self.selected: defaultdict[str, set[int]] = defaultdict(set)
+        self.units = {
+            section: _list_units(stages[0], tables[stages[0].name])
+            for section, stages in self.stages_by_section.items()
+        }
+        self.selected: defaultdict[str, list[_Unit]] = defaultdict(list)
         self.ready_samples: defaultdict[str, set[int]] = defaultdict(set)
         stage_names = {
             section: {s.name for s in stages} for section, stages in self.stages_by_section.items()
@@ -157,9 +171,10 @@ class _PrefetchSelection:
     def select_micro_batches(self) -> dict[str, frozenset[int]]:
         """Returns the selected micro-batches by section."""
         wanted = [
-            (start, self.graph.depth[stages[0].name], section, index)
+            (_critical_start(unit, table), self.graph.depth[stages[0].name], section, unit)
             for section, stages in self.stages_by_section.items()
-            for index, start in enumerate(self.tables[stages[0].name].critical_start_ns)
+            for table in (self.tables[stages[0].name],)
+            for unit in self.units[section]
         ]
         full: Counter[tuple[str, int]] = Counter()
         while wanted:
@@ -167,8 +182,7 @@ class _PrefetchSelection:
             if len(postponed) == len(wanted):
                 break
             # Inputs of postponed micro-batches may have been selected after them: a consumer's micro-batch
-            # has
-            # the critical start time of its first sample.
+            # has the critical start time of its first sample.
             wanted = postponed
         return {name: chosen for name, chosen in self.stagger_stages() if chosen}
 
@@ -176,42 +190,50 @@ class _PrefetchSelection:
         """Yields the micro-batches of each section or stage: in the first one all that are selected, and
         fewer in each later one."""
         for section, stages in self.stages_by_section.items():
-            table = self.tables[stages[0].name]
-            by_replica: defaultdict[int, list[int]] = defaultdict(list)
+            table, first_replica = self.tables[stages[0].name], self.first_replica_of(stages[0])
+            by_replica: defaultdict[int, list[_Unit]] = defaultdict(list)
             longest = Counter[int]()
-            for index in sorted(self.selected[section], key=lambda m: (table.critical_start_ns[m], m)):
-                by_replica[table.micro_batches[index].replica].append(index)
+            for unit in sorted(self.selected[section], key=lambda u: (_critical_start(u, table), u)):
+                by_replica[first_replica(table.micro_batches[unit[0]])].append(unit)
             for m, ns in zip(table.micro_batches, table.forward_ns, strict=True):
-                longest[m.replica] = max(longest[m.replica], ns)
+                longest[first_replica(m)] = max(longest[first_replica(m)], ns)
             counts = {
                 replica: _counts_of_stages(
-                    [table.forward_ns[m] for m in chosen], longest[replica], len(stages)
+                    [max(table.forward_ns[m] for m in unit) for unit in units], longest[replica], len(stages)
                 )
-                for replica, chosen in by_replica.items()
+                for replica, units in by_replica.items()
             }
             for number, stage in enumerate(stages):
-                chosen = (m for r, micros in by_replica.items() for m in micros[: counts[r][number]])
-                yield stage.name, frozenset(chosen)
+                chosen = (
+                    u for replica, units in by_replica.items() for u in units[: counts[replica][number]]
+                )
+                yield stage.name, frozenset(m for unit in chosen for m in unit)
+
+    def first_replica_of(self, section: Section) -> Callable[[MicroBatch], int]:
+        """Returns a function that returns the first of the replicas with which a micro-batch's replica runs
+        in lockstep."""
+        together = replicas_in_lockstep(section)
+        return lambda micro: micro.replica - micro.replica % together
 
     def take_fitting(
-        self, wanted: Sequence[tuple[int, int, str, int]], full: Counter[tuple[str, int]]
-    ) -> list[tuple[int, int, str, int]]:
+        self, wanted: Sequence[_WantedUnit], full: Counter[tuple[str, int]]
+    ) -> list[_WantedUnit]:
         """Selects the micro-batches that fit into memory; returns those with inputs that are not selected
         yet.
         """
-        postponed: list[tuple[int, int, str, int]] = []
+        postponed: list[_WantedUnit] = []
         for key in wanted:
-            _, _, section, index = key
-            micro = self.tables[self.stages_by_section[section][0].name].micro_batches[index]
-            if full[section, micro.replica] >= PREFETCH_PATIENCE:
+            _, _, section, unit = key
+            micros = [self.tables[self.stages_by_section[section][0].name].micro_batches[m] for m in unit]
+            if full[section, micros[0].replica] >= PREFETCH_PATIENCE:
                 continue
-            if not self.has_prefetched_inputs(section, micro):
+            if not all(self.has_prefetched_inputs(section, micro) for micro in micros):
                 postponed.append(key)
-            elif self.reserve_memory(section, micro):
-                self.selected[section].add(index)
-                self.ready_samples[section].update(micro.samples)
+            elif self.reserve_memory(section, micros):
+                self.selected[section].append(unit)
+                self.ready_samples[section].update(p for micro in micros for p in micro.samples)
             else:
-                full[section, micro.replica] += 1
+                full[section, micros[0].replica] += 1
         return postponed
 
     def has_prefetched_inputs(self, section: str, micro: MicroBatch) -> bool:
@@ -223,19 +245,37 @@ class _PrefetchSelection:
             for src, source_samples in needed
         )
 
-    def reserve_memory(self, section: str, micro: MicroBatch) -> bool:
-        """Reserves memory for a micro-batch's results on each stage's ranks; returns False if it does not
+    def reserve_memory(self, section: str, micros: Sequence[MicroBatch]) -> bool:
+        """Reserves memory for results of micro-batches on each stage's ranks; returns False if one does not
         fit.
         """
-        sizes = combine_sizes([self.sizes[p] for p in micro.samples], self.plan.symbols)
-        more = {
-            (s.name, micro.replica): sum(edge_tensor_bytes(e, sizes) for e in self.output_edges[s.name])
-            for s in self.stages_by_section[section]
-        }
+        more: dict[tuple[str, int], int] = {}
+        for micro in micros:
+            sizes = combine_sizes([self.sizes[p] for p in micro.samples], self.plan.symbols)
+            for s in self.stages_by_section[section]:
+                more[s.name, micro.replica] = sum(
+                    edge_tensor_bytes(e, sizes) for e in self.output_edges[s.name]
+                )
         if any(self.held_bytes[key] + size > self.memory_limit for key, size in more.items()):
             return False
         self.held_bytes.update(more)
         return True
+
+
+def _list_units(section: Section, table: MicroBatchTable) -> list[_Unit]:
+    """Returns the micro-batches that are computed together: rounds without an empty one, else each alone."""
+    if not runs_in_lockstep(section):
+        return [(m,) for m in range(len(table.micro_batches))]
+    rounds = gather_rounds([section], {section.name: table.micro_batches})
+    return [
+        tuple(m.index for m in unit)
+        for unit in dict.fromkeys(rounds.values())
+        if all(m.samples for m in unit)
+    ]
+
+
+def _critical_start(unit: _Unit, table: MicroBatchTable) -> int:
+    return min(table.critical_start_ns[m] for m in unit)
 
 
 def _counts_of_stages(forward_ns: Sequence[int], longest: int, stages: int) -> list[int]:
@@ -368,6 +408,7 @@ def _find_feeders(plan: Plan, prefetched: MicroBatchSets) -> frozenset[str]:
         and user_section[e.src] != user_section[e.dst]
         and e.src not in fed
         and plan.find_section(e.src).mesh.replica_size == 1
+        and not runs_in_lockstep(plan.find_section(e.src))
     )
 
 

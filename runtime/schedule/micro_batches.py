@@ -43,6 +43,7 @@ from secc.runtime.schedule.batch_packing import (
     SamplePositions,
     halve_large_micro_batches,
     pack_and_assign,
+    pack_replica,
 )
 from secc.runtime.schedule.load_balance import Ranks, assign_in_rounds, assign_least_loaded
 
@@ -147,7 +148,7 @@ class MicroBatchComposer:
 
     def _shared_work(self, section: Section) -> IntColumn:
         """Returns the work that each sample adds to a section: less than alone if it shares a micro-batch."""
-        if section.micro_batch == 1:
+        if section.most_samples == 1:
             return self.sample_work[section.name]
         return self._zero_inactive(section.name, self.costs.shared_sample_times(section))
 
@@ -278,7 +279,7 @@ class MicroBatchComposer:
         )
         for weights, ranks, sections in groups:
             _equalize_replica_load(load, sections)
-            if self.critical_section in sections and self.critical_section.micro_batch > 1:
+            if self.critical_section in sections and self.critical_section.most_samples > 1:
                 critical, owner = self._assign_critical_micro_batches(ranks, weights[ranks], load)
             else:
                 owner = self._assign_samples(ranks, sections, weights[ranks], load)
@@ -555,8 +556,10 @@ class MicroBatchComposer:
         Among equal start times the largest are together, which wastes the least padding. Replicas in lockstep
         keep the order that their rounds have.
         """
-        if section.micro_batch == 1:
+        if section.most_samples == 1:
             return [(r, (p,)) for r, positions in enumerate(by_replica) for p in positions]
+        if section.may_deal:
+            return self._cut_into_dealt(section, by_replica)
         work, upstream, cut = self.sample_work[section.name], self.upstream_backward_ns[section.name], []
         for r, positions in enumerate(by_replica):
             groups: dict[int, list[int]] = defaultdict(list)
@@ -568,6 +571,19 @@ class MicroBatchComposer:
                 bounds = [i * len(group) // count for i in range(count + 1)]
                 cut += [(r, tuple(group[a:b])) for a, b in pairwise(bounds)]
         return halve_large_micro_batches(self.costs, self.graph.pipeline_stages[section.name], cut)
+
+    def _cut_into_dealt(self, section: Section, by_replica: list[list[int]]) -> AssignedMicroBatches:
+        """Cuts each replica's samples into micro-batches of similar samples of one pattern, whose samples may
+        be dealt to the replica's ranks."""
+        work, stages = self.sample_work[section.name], self.graph.pipeline_stages[section.name]
+        cut = AssignedMicroBatches()
+        for r, positions in enumerate(by_replica):
+            groups: dict[int, list[int]] = defaultdict(list)
+            for p in sorted(positions, key=lambda p: (-work[p], p)):
+                groups[self.pattern_ids[p]].append(p)
+            for group in groups.values():
+                cut += [(r, run) for run, _ in pack_replica(self.costs, stages, section, group)]
+        return cut
 
     def _least_by_tokens(self, section: Section, group: Sequence[int]) -> int:
         """Returns how many micro-batches samples fill if none has more tokens than the section allows."""

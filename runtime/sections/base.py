@@ -205,9 +205,10 @@ class SectionModule(nn.Module):
         return None, failed_guards
 
     def forward(
-        self, case: SectionCase, batch: Batch, edges: Tensors, evaluates: bool
+        self, case: SectionCase, batch: Batch, edges: Tensors, evaluates: bool, on_rows: bool = True
     ) -> tuple[Tensors, Tensors]:
-        """Run one micro-batch. Returns the tensors of outgoing edges by name, and the numerators of loss
+        """Run one micro-batch, on this rank's rows of its sequences where ranks share them, else (not
+        `on_rows`) whole. Returns the tensors of outgoing edges by name, and the numerators of loss
         terms (0-dim) by name; if it `evaluates`, also the tensors that `metrics()` asks for, their names
         prefixed."""
         method = getattr(self, case.method)
@@ -219,7 +220,7 @@ class SectionModule(nn.Module):
             }
 
         with forward_hooks.without_user_hooks(self.children()):
-            if self.row_group is None:
+            if self.row_group is None or not on_rows:
                 return compute(batch, edges)
             return RowMode(self.row_group, self.row_attention).run_section(compute, batch, edges)
 

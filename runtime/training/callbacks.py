@@ -85,7 +85,7 @@ def _call_method(method: Callable[[Any], object], argument: Any) -> None:
         method(argument)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
         name = getattr(method, "__qualname__", str(method))
         raise UserError(

@@ -6,6 +6,10 @@ backward. A backward is one call over all roots of the micro-batch: its outgoing
 came back, and its loss terms with their coefficients. Tensors between two sections on the same rank are cut
 like messages but never sent. The program's order is not questioned here: the check before the step has proved
 it complete and free of deadlock.
+
+Of a micro-batch that is dealt to the ranks of its replica (`secc.runtime.plan.dealt_samples`), each rank runs
+its own part, or nothing. Messages are those of the whole micro-batch: tensors that arrive are cut to the own
+part, outputs and gradients of received edges are joined, so that sends know nothing of it.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from secc.runtime.monitoring.chrome_trace import ChromeTrace
 from secc.runtime.monitoring.section_times import SectionStopwatch
 from secc.runtime.parameters.zero3 import UnitGatherer
 from secc.runtime.plan.batch_sizes import pad_sample_sizes
+from secc.runtime.plan.dealt_samples import DealtMicroBatches
 from secc.runtime.plan.replica_routes import (
     MessageSlice,
     Ranks,
@@ -89,9 +94,19 @@ class _InFlightMicroBatch:
     loss_terms: Tensors = field(default_factory=dict)
     exchange_end: torch.Tensor | None = None  # what the backward starts from, too (`TokenExchange`)
     weight_backward: Callable[[], None] | None = None  # the pending second part of a split backward
+    part: _OwnPart | None = None  # if the micro-batch is dealt; the other tensors are then those of all of it
     # Messages and consumers on this rank that have yet to take their part: before the backward of `outputs`,
     # after it of the leaves' gradients.
     pending_consumers: int = 0
+
+
+@dataclass
+class _OwnPart:
+    """What this rank computes of a dealt micro-batch: leaves and outputs of its own samples, by edge."""
+
+    micro: MicroBatch
+    edge_leaves: Tensors = field(default_factory=dict)
+    outputs: Tensors = field(default_factory=dict)
 
 
 class _AttachReceived(torch.autograd.Function):
@@ -106,6 +121,11 @@ class _AttachReceived(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient, None
+
+
+def _make_leaf(values: torch.Tensor) -> torch.Tensor:
+    """Returns a leaf for the gradient of `values`; it needs no memory for values of its own."""
+    return values.new_empty(()).expand(values.shape).requires_grad_()
 
 
 class Engine:
@@ -142,6 +162,7 @@ class Engine:
         self.backward_owed = {name: owes_backward(s) for name, s in planned.items()}
         self.whole_section = {name: s.user_section_name for name, s in planned.items()}
         self.splits_backward = {name: s.weight_permille > 0 for name, s in planned.items()}
+        self.tp_sizes = {name: s.mesh.tp for name, s in planned.items()}
         self.replica_ranks = {name: ranks_by_replica(s) for name, s in planned.items()}
         self.returns_gradient = {e.name: returns_gradient(e, planned) for e in plan.edges}
         self.edges_into = {name: [e for e in plan.edges if e.dst == name] for name in planned}
@@ -202,6 +223,7 @@ class _StepExecution:
         if engine.randomness is not None:
             self.sample_keys = [key for seed, samples in seeded for key in make_sample_keys(seed, samples)]
         self.layouts = engine.edge_layouts(step)
+        self.dealt = DealtMicroBatches(plan, step.samples, step.schedule.own_samples)
         self.in_flight: dict[tuple[str, int], _InFlightMicroBatch] = {}
         self.empty_passes: dict[tuple[str, int], torch.Tensor] = {}  # what their backward starts from
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -260,23 +282,17 @@ class _StepExecution:
     def run_forward(self, i: Instruction) -> None:
         """Runs the forward of one micro-batch and keeps its state while anything still needs it."""
         engine, micro = self.engine, self.micro_batch(i.section, i.micro)
-        section, with_grad = engine.sections[i.section], engine.backward_owed[i.section]
-        batch = self.step.load_batch(micro)
-        section.draws, section.statistics = self.random_draws(micro), self.step.statistics
-        section.places = self.find_places(micro)
-        live = _InFlightMicroBatch(with_grad, section.draws, self.step.schedule.is_of_next_batch(micro))
-        edges, exchange = self.receive_edges(i.section, i.micro, live), engine.exchanges.get(i.section)
-        case = section.select_case(batch)
-        if not edges.keys() >= set(case.receives):
-            raise RuntimeError(
-                f"`{i}`: case {case.method} takes edges {sorted(case.receives)}, but received {sorted(edges)}"
-            )
-        with self.during_compute(i), torch.set_grad_enabled(with_grad), forward_context(live.draws):
-            if exchange is not None:
-                exchange.begin_forward()
-            live.outputs, live.loss_terms = section(case, batch, edges, engine.evaluates)
-            if exchange is not None:
-                live.exchange_end = exchange.end_forward()
+        with_grad, own = engine.backward_owed[i.section], self.dealt.own_part(micro, engine.rank)
+        live = _InFlightMicroBatch(with_grad, None, self.step.schedule.is_of_next_batch(micro))
+        live.part = None if own is micro else _OwnPart(own)
+        if own.samples:
+            self.compute_forward(i, own, live)
+        else:
+            self.receive_edges(i.section, i.micro, live)
+            with self.during_compute(i):
+                pass  # other ranks compute their parts, and what they gather needs this one
+        if live.part is not None:
+            live.part.outputs, live.outputs = live.outputs, self.join_outputs(i, micro, live.outputs)
         self.keep_outputs(i, live)
         if not live.is_prefetched:
             self.count_loss(i, live)
@@ -284,6 +300,65 @@ class _StepExecution:
         # A forward without gradients and without consumers leaves nothing behind.
         if with_grad or live.pending_consumers or live.is_prefetched:
             self.in_flight[i.section, i.micro] = live
+
+    def compute_forward(self, i: Instruction, micro: MicroBatch, live: _InFlightMicroBatch) -> None:
+        """Computes a micro-batch, or this rank's part of one: sets outputs and loss terms of `live`."""
+        engine, section = self.engine, self.engine.sections[i.section]
+        batch = self.step.load_batch(micro)
+        live.draws = section.draws = self.random_draws(micro)
+        section.statistics, section.places = self.step.statistics, self.find_places(micro)
+        edges, exchange = self.receive_edges(i.section, i.micro, live), engine.exchanges.get(i.section)
+        case = section.select_case(batch)
+        if not edges.keys() >= set(case.receives):
+            raise RuntimeError(
+                f"`{i}`: case {case.method} takes edges {sorted(case.receives)}, but received {sorted(edges)}"
+            )
+        with (
+            self.during_compute(i),
+            torch.set_grad_enabled(live.backward_owed),
+            forward_context(live.draws),
+        ):
+            if exchange is not None:
+                exchange.begin_forward()
+            live.outputs, live.loss_terms = section(
+                case, batch, edges, engine.evaluates, on_rows=live.part is None
+            )
+            if exchange is not None:
+                live.exchange_end = exchange.end_forward()
+
+    def join_outputs(self, i: Instruction, micro: MicroBatch, own: Tensors) -> Tensors:
+        """Returns the outgoing edges of a dealt micro-batch, given those of this rank's part."""
+        found: Tensors = {}
+        for edge in self.engine.edges_out_of[i.section]:
+            layout, part = self.layouts[edge.name], self.dealt.own_part(micro, self.engine.rank).samples
+            if part:
+                self.check_edge_shape(i, edge, own, layout.shape_of_samples("src", part))
+            values = own[edge.name].detach() if edge.name in own else None
+            joined = self.join_parts(layout, "src", micro, values)
+            if joined is not None:
+                found[edge.name] = joined.requires_grad_(self.engine.returns_gradient[edge.name])
+        return found
+
+    def join_parts(
+        self, layout: EdgeLayout, side: str, micro: MicroBatch, own: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Joins the tensors (or gradients) of an edge that the ranks of a dealt micro-batch have; None if no
+        rank has any. Rows of ranks without one are zeros. Collective."""
+        parts, group = self.dealt.parts(micro), self.engine.sections[micro.section].row_group
+        assert group is not None
+        sizes = [layout.part_numel(side, part) for part in parts]
+        flat = torch.zeros(sizes[group.index] + 1, dtype=layout.dtype, device=self.engine.device)
+        if own is not None:
+            flat[:-1] = layout.pack_part(own, side, parts[group.index])
+            flat[-1] = 1  # tells a tensor of zeros from none
+        gathered = group.all_gather(flat, [size + 1 for size in sizes]).split([size + 1 for size in sizes])
+        if not any(bool(piece[-1]) for piece in gathered):
+            return None
+        shape = layout.shape_of_samples(side, micro.samples)
+        whole = torch.zeros(shape, dtype=layout.dtype, device=self.engine.device)
+        for part, piece in zip(parts, gathered, strict=True):
+            layout.unpack_part(piece[:-1], whole, side, micro.samples, part)
+        return whole
 
     def run_empty_pass(self, i: Instruction) -> None:
         """Takes part in the exchange of tokens of a round in which this rank has no samples."""
@@ -307,8 +382,13 @@ class _StepExecution:
                 self.engine.outputs[name.removeprefix(OUTPUT_PREFIX), i.micro] = tensor
 
     def count_loss(self, i: Instruction, live: _InFlightMicroBatch) -> None:
-        """Adds the loss terms of a micro-batch, on the first rank of its replica only."""
-        if self.engine.rank == self.ranks_of(i.section, i.micro)[0]:
+        """Adds the loss terms of a micro-batch, on the first rank of its replica only; those of the parts of
+        a dealt one, on the first of the ranks that share parameters."""
+        ranks = self.ranks_of(i.section, i.micro)
+        if live.part is not None:
+            if ranks.index(self.engine.rank) % self.engine.tp_sizes[i.section] == 0:
+                self.add_loss(live.loss_terms, live.part.micro)
+        elif self.engine.rank == ranks[0]:
             self.add_loss(live.loss_terms, self.micro_batch(i.section, i.micro))
 
     def find_places(self, micro: MicroBatch) -> BatchPlaces:
@@ -324,7 +404,7 @@ class _StepExecution:
         """Counts how often the outputs of a forward will be taken, by messages and by sections of this
         rank."""
         for edge in self.engine.edges_out_of[i.section]:
-            self.check_edge_shape(i, edge, live.outputs)
+            self.check_edge_shape(i, edge, live.outputs, self.layouts[edge.name].tensor_shape("src", i.micro))
             live.pending_consumers += sum(
                 self.consumer_count(*self.endpoint_ranks(edge, pair))
                 for pair in self.layouts[edge.name].pairs_of_micro_batch("src", i.micro)
@@ -335,7 +415,7 @@ class _StepExecution:
         backward is split."""
         live = self.in_flight[i.section, i.micro]
         gradients = self.receive_gradients(i.section, i.micro, live.outputs)
-        roots = [(live.outputs[name], g) for name, g in gradients.items()]
+        roots = self.own_roots(i, live, gradients)
         assert self.step.coefficients is not None
         roots += [
             (t, torch.full_like(t, self.step.coefficients[name]))
@@ -352,6 +432,8 @@ class _StepExecution:
                 live.weight_backward = split_backward(roots, list(live.edge_leaves.values()))
             elif roots:
                 torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+        if live.part is not None:
+            self.join_leaf_gradients(i, live, live.part)
         # Consumers that return a gradient have taken their tensors before this backward; the others may do so
         # later. Detaching what they take frees the graph.
         without_gradient = [
@@ -369,6 +451,29 @@ class _StepExecution:
         )
         if live.pending_consumers == 0 and not live.backward_owed:
             del self.in_flight[i.section, i.micro]
+
+    def own_roots(
+        self, i: Instruction, live: _InFlightMicroBatch, gradients: Tensors
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns the outputs that this rank computed, each with its gradient, given those of the whole
+        micro-batch."""
+        if live.part is None:
+            return [(live.outputs[name], g) for name, g in gradients.items()]
+        whole, own = self.micro_batch(i.section, i.micro).samples, live.part.micro.samples
+        return [
+            (out, self.layouts[name].take_part(gradients[name], "src", whole, own))
+            for name, out in live.part.outputs.items()
+            if name in gradients and out.requires_grad
+        ]
+
+    def join_leaf_gradients(self, i: Instruction, live: _InFlightMicroBatch, part: _OwnPart) -> None:
+        """Gives the leaves of a dealt micro-batch their gradients, of which each rank has those of its
+        part."""
+        micro = self.micro_batch(i.section, i.micro)
+        for name, leaf in live.edge_leaves.items():
+            own = part.edge_leaves.get(name)
+            leaf.grad = self.join_parts(self.layouts[name], "dst", micro, None if own is None else own.grad)
+        part.edge_leaves, part.outputs = {}, {}
 
     def run_weight_backward(self, i: Instruction) -> None:
         """Runs the second part of a split backward: the parameters' gradients."""
@@ -412,10 +517,16 @@ class _StepExecution:
             if not incoming:
                 continue
             tensor = self.assemble_edge(edge, layout, incoming, micro)
-            if self.engine.returns_gradient[edge.name]:
-                # The leaf only receives the gradient, so it needs no memory for values.
-                leaf = tensor.new_empty(()).expand(tensor.shape).requires_grad_()
-                live.edge_leaves[edge.name] = leaf
+            has_gradient, leaves = self.engine.returns_gradient[edge.name], live.edge_leaves
+            if live.part is not None:
+                if has_gradient:
+                    leaves[edge.name] = _make_leaf(tensor)
+                own, leaves = live.part.micro.samples, live.part.edge_leaves
+                if not layout.carried_samples("dst", own):
+                    continue
+                tensor = layout.take_part(tensor, "dst", self.micro_batch(section, micro).samples, own)
+            if has_gradient:
+                leaves[edge.name] = leaf = _make_leaf(tensor)
                 tensor = _AttachReceived.apply(leaf, tensor)
             edges[edge.name] = tensor
         return edges
@@ -617,7 +728,7 @@ class _StepExecution:
         rank = self.engine.rank
         return sum(part.sender == rank for part in route_message(sources, targets)) + (rank in targets)
 
-    def check_edge_shape(self, i: Instruction, edge: Edge, outs: Tensors) -> None:
+    def check_edge_shape(self, i: Instruction, edge: Edge, outs: Tensors, shape: tuple[int, ...]) -> None:
         """Raises if a forward's output does not have the shape and dtype that its consumers expect; messages
         carry no header, so a wrong shape would be cut wrongly without an error.
 
@@ -627,7 +738,6 @@ class _StepExecution:
         layout = self.layouts[edge.name]
         if not layout.pairs_of_micro_batch("src", i.micro):
             return
-        shape = layout.tensor_shape("src", i.micro)
         if edge.name not in outs and (layout.is_whole or shape[edge.dim] == 0):
             outs[edge.name] = torch.zeros(shape, dtype=layout.dtype, device=self.engine.device)
         if edge.name not in outs:
@@ -673,8 +783,9 @@ class _StepExecution:
             "microbatch": i.micro,
         }
         ahead = {"ahead": True} if self.step.schedule.is_of_next_batch(micro) else {}
+        own = self.dealt.own_part(micro, self.engine.rank)
         return self.engine.trace.record_event(
-            f"{i.kind} {i.section} {i.micro}", **args, samples=self.sample_ids(micro.samples), **ahead
+            f"{i.kind} {i.section} {i.micro}", **args, samples=self.sample_ids(own.samples), **ahead
         )
 
     def transfer_event(self, kind: str, message: Message, src: int, dst: int) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ SetName = str  # "" for the only set if `eval_dataset()` returns a dataset
 def evaluation_plan(plan: Plan) -> Plan:
     """Returns the plan of a forward without gradients: the same sections on the same ranks."""
     sections = (
-        dataclasses.replace(s, mode="forward", in_flight=0, room_bytes=0, weight_permille=0)
+        dataclasses.replace(s, mode="forward", in_flight=0, room_bytes=0, weight_permille=0, cp_per="section")
         for s in plan.sections
     )
     edges = (dataclasses.replace(e, grad=False) for e in plan.edges)

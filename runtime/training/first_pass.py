@@ -1,13 +1,13 @@
-"""The first pass of a step, for losses that depend on statistics of the global batch (balance losses of
-mixtures of experts under `--balance-loss global`) or on rows of all its samples (contrastive losses under
-`--gather`).
+"""The first pass of a step, for losses that depend on sums over the global batch (balance losses under
+`--balance-loss global`, any function under `--global-sums`) or on rows of all its samples (contrastive losses
+under `--gather`).
 
-A statistic is a sum over all samples of what sections compute, one number for each expert; rows are summed,
-too, each rank having zeros where it has no samples. They have to be known before the first backward, so a
-step begins with a forward of all micro-batches without gradients, in train mode and with the step's random
-numbers, on the ranks and in the order of an evaluation. Sums over ranks are in float64. The pass that trains
-reads them (`SectionModule.statistic`, `SectionModule.gathered`). Buffers that forwards change are put back,
-so that they change once in a step.
+A statistic is a sum over all samples of what sections compute, such as one number for each expert. Rows are
+summed, too, each rank having zeros where it has no samples. They have to be known before the first backward,
+so a step begins with a forward of all micro-batches without gradients, in train mode and with the step's
+random numbers, on the ranks and in the order of an evaluation. Sums over ranks are in float64. The pass that
+trains reads them (`SectionModule.statistic`, `SectionModule.gathered`). Buffers that forwards change are put
+back, so that they change once in a step.
 """
 
 from __future__ import annotations

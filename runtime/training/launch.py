@@ -25,7 +25,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from secc.runtime.errors import LostProcess, UserError
+from secc.runtime.errors import LostProcess, RunComplete, UserError
 from secc.runtime.host.output_streams import drop_unwritable_output, open_closed_streams
 from secc.runtime.host.parent_death import die_with_launcher
 from secc.runtime.training.emulation import emulate_rank
@@ -52,6 +52,7 @@ def main(train: Callable[[RunOptions], None]) -> int:
     drop_unwritable_output(("stdout", "stderr"))
     if os.environ.get("RANK", "0") != "0":
         _leave_warnings_to_rank_0()
+    options = None
     try:
         options = parse_options(sys.argv[1:])
         agree_on_restarts()
@@ -67,8 +68,8 @@ def main(train: Callable[[RunOptions], None]) -> int:
             train(options)
         return 0
     except BaseException as error:
-        if isinstance(error, SystemExit):
-            raise  # --help, or a run that is complete
+        if isinstance(error, RunComplete) or (options is None and isinstance(error, SystemExit)):
+            raise  # the latter of --help
         code = 1
         try:
             code = _report_error(error)

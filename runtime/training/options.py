@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from secc.runtime.monitoring.trackers import parse_tracker_names
 from secc.runtime.schedule.scheduler import SCHEDULE_ORDERS
 from secc.runtime.training.best_checkpoint import BestMetric
 from secc.runtime.training.run_settings import CHANGEABLE
+
+_MOST = 2**63 - 1  # steps, seeds and samples travel as 64-bit integers
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="end after E epochs; the last step has the samples that are left",
     )
     p.add_argument(
-        "--log-dir", type=Path, metavar="D", help="where metrics.jsonl is appended to (default: PLAN/logs)"
+        "--log-dir", type=_path, metavar="D", help="where metrics.jsonl is appended to (default: PLAN/logs)"
     )
     p.add_argument(
         "--seed",
@@ -109,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--init", action="append", default=[], metavar="seed|DIR|PATH=DIR", help=text)
     p.add_argument("--clip", type=_positive, metavar="X", help="clip the gradients' global norm to X")
     p.add_argument(
-        "--save", type=Path, metavar="DIR", help="write checkpoints there, including one of the last step"
+        "--save", type=_path, metavar="DIR", help="write checkpoints there, including one of the last step"
     )
     p.add_argument("--save-every", type=_at_least(1), metavar="K", help="write one after every K steps")
     p.add_argument(
@@ -132,7 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
         " from the beginning if it holds none"
     )
     p.add_argument("--resume", type=_parse_resume, metavar="DIR|auto", help=text)
-    p.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace of all ranks")
+    p.add_argument("--trace", type=_path, metavar="FILE", help="write a Chrome trace of all ranks")
     text = (
         "how messages between sections are sent: each in its own channel, or in rounds that all ranks enter"
         " in one order (default channels)"
@@ -191,12 +194,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--max-restarts", type=_at_least(0), default=0, metavar="N", help=text)
     text = "run on N nodes: the same command on each, with its --node-rank (default 1)"
-    p.add_argument("--nnodes", type=_at_least(1), default=1, metavar="N", help=text)
+    p.add_argument("--nnodes", type=_at_least(1), metavar="N", help=text)
     p.add_argument("--node-rank", type=_at_least(0), metavar="K", help="the number of this node, from 0")
     text = "with --nnodes: the address of node 0 and a free port; it listens there and nowhere else"
     p.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help=text)
     text = "with --nnodes: a file with a secret that whoever connects to node 0 has to know"
-    p.add_argument("--rdzv-secret", type=Path, metavar="FILE", help=text)
+    p.add_argument("--rdzv-secret", type=_path, metavar="FILE", help=text)
     p.add_argument(
         "--order",
         choices=SCHEDULE_ORDERS,
@@ -255,6 +258,12 @@ def parse_options(arguments: Sequence[str]) -> RunOptions:
     """Parses the arguments of run.py. Raises UserError for invalid options."""
     values = vars(make_parser().parse_args(list(arguments)))
     init, values["allow_change"] = values.pop("init"), tuple(values["allow_change"])
+    if values["nnodes"] is None:
+        for option in ("--node-rank", "--rdzv-endpoint", "--rdzv-secret"):
+            if values[option.removeprefix("--").replace("-", "_")] is not None:
+                remedy = "give the number of nodes, or leave the option out on one machine"
+                raise UserError(f"{option} needs --nnodes N", remedy=remedy)
+        values["nnodes"] = 1
     options = RunOptions(**values, init=() if init == ["seed"] else tuple(map(_parse_init, init)))
     if options.steps is not None and options.epochs is not None:
         raise UserError(
@@ -290,13 +299,27 @@ def _parse_metric(text: str) -> BestMetric:
 
 
 def _decay(text: str) -> float:
-    if not 0 <= float(text) < 1:
+    if not 0 <= _number(text) < 1:
         raise argparse.ArgumentTypeError("must be at least 0 and less than 1")
     return float(text)
 
 
 def _parse_resume(text: str) -> Path | Literal["auto"]:
-    return "auto" if text == "auto" else Path(text)
+    return "auto" if text == "auto" else _path(text)
+
+
+def parse_path(text: str, option: str) -> Path:
+    """Parses the path that an option of a command gives. Raises UserError if it is empty."""
+    try:
+        return _path(text)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"argument {option}: {error}", remedy="see `secc run --help`") from None
+
+
+def _path(text: str) -> Path:
+    if not text:  # as of a variable of a script that is not set; Path() would be the working directory
+        raise argparse.ArgumentTypeError("must not be empty")
+    return Path(text)
 
 
 def _parse_init(text: str) -> tuple[str, Path]:
@@ -311,25 +334,40 @@ def _parse_init(text: str) -> tuple[str, Path]:
 
 
 def _at_least(low: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if int(text) < low:
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a whole number, got {text!a}") from None
+        if number < low:
             raise argparse.ArgumentTypeError(f"must be at least {low}")
-        return int(text)
+        if number > _MOST:
+            raise argparse.ArgumentTypeError(f"must be at most {_MOST}")
+        return number
 
-    return number
+    return parse
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!a}") from None
 
 
 def _not_negative(text: str) -> float:
-    if not float(text) >= 0:
+    if not _number(text) >= 0:
         raise argparse.ArgumentTypeError("must not be negative")
     return float(text)
 
 
 def _parse_timeout(text: str) -> float | None:
+    if math.isinf(_not_negative(text)):
+        raise argparse.ArgumentTypeError("must be a number of seconds; 0 stands for no limit")
     return _not_negative(text) or None
 
 
 def _positive(text: str) -> float:
-    if not float(text) > 0:
+    if not _number(text) > 0:
         raise argparse.ArgumentTypeError("must be greater than 0")
     return float(text)

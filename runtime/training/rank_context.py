@@ -6,6 +6,7 @@ wrong number of ranks, a changed model, a directory that is not writable.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from secc.runtime.data.data_plane import DataPlane
 from secc.runtime.data.drawn_sums import find_drawn_sums
 from secc.runtime.data.epoch_order import EvaluationOrder, repeated_samples_text
 from secc.runtime.data.mixed_order import make_sample_order
-from secc.runtime.errors import UserError, printable_text
+from secc.runtime.errors import RunComplete, UserError, printable_text
 from secc.runtime.host.child_processes import keep_freed_memory
 from secc.runtime.host.cpu_cores import available_cores
 from secc.runtime.host.folder_lock import hold_lock
@@ -205,7 +206,7 @@ class RankContext(ExitStack):
             self.callback(self.checkpoint_writer.close)
         ranks = "rank" if self.world_size == 1 else "ranks"
         self.phases.begin(f"connect {self.world_size} {ranks}")
-        store = open_store(self.rank, self.plan.hash)
+        store = self.store = open_store(self.rank, self.plan.hash)
         if self.device.type == "cpu":
             torch.set_num_threads(1)
             keep_freed_memory()
@@ -465,7 +466,7 @@ def _check_resumption(
     if manifest.step >= steps and _continues_by_itself(options) and not options.eval_only:
         if rank == 0:
             sys.stderr.write(f"the run is complete: {where} is of step {manifest.step} of {steps}\n")
-        raise SystemExit(0)
+        raise RunComplete(0)
     if manifest.step >= steps and not options.eval_only:
         given = f"--epochs {options.epochs}" if options.epochs else f"--steps {steps}"
         message = f"the checkpoint is of step {manifest.step}, so {given} leaves nothing to do"
@@ -488,6 +489,8 @@ def _check_writable(log_dir: Path, options: RunOptions) -> None:
         if directory is None:
             continue
         try:
+            if directory.exists() and not directory.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory):
                 pass
@@ -496,5 +499,9 @@ def _check_writable(log_dir: Path, options: RunOptions) -> None:
             raise UserError(
                 f"cannot write to the directory: {reason}", str(directory), f"give another {option}"
             ) from None
-    if options.trace is not None and options.trace.is_dir():
-        raise UserError("the trace file is a directory", str(options.trace), "give another --trace")
+    try:
+        if options.trace is not None and options.trace.is_dir():
+            raise UserError("the trace file is a directory", str(options.trace), "give another --trace")
+    except OSError as error:  # a name that is too long
+        message = f"cannot write the trace file: {error.strerror}"
+        raise UserError(message, str(options.trace), "give another --trace") from None

@@ -20,6 +20,7 @@ import os
 import secrets
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -52,17 +53,42 @@ def torchrun_restarts() -> int:
 
 def agree_on_restarts() -> None:
     """Makes all ranks of torchrun on several nodes count restarts alike; does nothing elsewhere. An agent
-    counts the failures of its own node only, and keys of the ranks' stores carry that number.
+    counts the failures of its own node only, none if it hears of another node's before its own ranks end. All
+    ranks have to know a restart as one, and keys of the ranks' stores carry its number.
 
-    Rank 0 writes a random name into the agents' store, waits until each rank has answered under that name
-    with its process and its count, and confirms the processes with a count above that of all attempts before.
-    So a rank that reads the name of an attempt before waits for the next name.
+    In the agents' store the number is one that no attempt had. Where agents have none (etcd), the ranks meet
+    in a store that rank 0 keeps for this, and take the highest count of all nodes.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
-    if is_alone or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if is_alone or "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return
-    store = _c10d.PrefixStore("secc/restarts", connect_to(*_master_address()))
+    if has_torchrun_agent():
+        count = _agree_in(connect_to(*_master_address()), rank, world_size)
+    elif rank == 0:
+        store = listen_on(*_master_address())
+        count = _agree_in(store, rank, world_size)
+        store.wait([f"done/{other}" for other in range(1, world_size)])
+        del store  # the server ends, and its address is free for the store of the attempt
+    else:
+        store = connect_to(*_master_address())
+        count = _agree_in(store, rank, world_size)
+        with suppress(RuntimeError):
+            store.set(f"done/{rank}", "1")
+            while True:  # so that this rank does not take it for the store of the attempt
+                store.check(["name"])
+                time.sleep(_ASK_S)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
+
+
+def _agree_in(agents: Any, rank: int, world_size: int) -> int:
+    """Returns the number of restarts that all ranks take from a store.
+
+    Rank 0 writes a random name into the store, waits until each rank has answered under that name with its
+    process and its count, and confirms the processes with a count above that of all attempts before. So a
+    rank that reads the name of an attempt before waits for the next name.
+    """
+    store = _c10d.PrefixStore("secc/restarts", agents)
     process, count = secrets.token_hex(8), torchrun_restarts()
     if rank == 0:
         name = secrets.token_hex(8)
@@ -72,17 +98,15 @@ def agree_on_restarts() -> None:
         count = max([count, before + 1, *(answer[1] for answer in answers)])
         store.set("count", str(count))
         store.set(f"{name}/all", json.dumps([count, [answer[0] for answer in answers]]))
-    else:
-        while True:
-            name = store.get("name").decode()
-            store.set(f"{name}/{rank}", json.dumps([process, count]))
-            if store.check([f"{name}/all"]):
-                agreed, processes = json.loads(store.get(f"{name}/all"))
-                if processes[rank - 1] == process:
-                    count = agreed
-                    break
-            time.sleep(_ASK_S)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
+        return count
+    while True:
+        name = store.get("name").decode()
+        store.set(f"{name}/{rank}", json.dumps([process, count]))
+        if store.check([f"{name}/all"]):
+            agreed, processes = json.loads(store.get(f"{name}/all"))
+            if processes[rank - 1] == process:
+                return agreed
+        time.sleep(_ASK_S)
 
 
 def restart_pause(failures: int) -> int:

@@ -1,13 +1,14 @@
 """What a checkpoint records of the run that wrote it, besides tensors, and what a resumed run has changed.
 
 A changed learning rate, optimizer, schedule, dropout, frozen part, dataset, seed or clipping would otherwise
-go unnoticed. A change is refused unless `--allow-change` names it. Settings that one of both does not know,
-because rank 0 has no optimizer under its plan for example, are not compared.
+go unnoticed. A change is refused unless `--allow-change` names it. Settings that one of both does not know
+are not compared.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from functools import partial
 from types import FunctionType
@@ -20,6 +21,8 @@ from secc.runtime.errors import UserError
 
 CHANGEABLE = ("seed", "shuffle", "clip", "dataset", "optimizer", "scheduler", "modules", "trainable")
 _PROBED_STEPS = (0, 1, 3, 10, 100, 1000, 10_000, 100_000)  # of functions of the step
+_OF_OPTIMIZER = ("optimizer", "scheduler")
+_STORE_KEY = "secc/settings"
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -43,10 +46,21 @@ def describe_settings(
     }
     if optimizer is not None:
         settings["optimizer"] = f"{type(optimizer).__name__}({_scalars(optimizer.defaults)})"
+        settings["scheduler"] = "none"
     if scheduler is not None:
         settings["scheduler"] = f"{type(scheduler).__name__}({_scalars(vars(scheduler))})"
         settings["scheduler.parts"] = _describe_parts(scheduler)
     return settings
+
+
+def share_settings(store: Any, settings: Mapping[str, str], has_optimizer: bool) -> dict[str, str]:
+    """Returns the settings that only a rank with an optimizer knows: on that rank after writing them into the
+    run's store, on rank 0 after waiting for them."""
+    if has_optimizer:
+        shared = {name: text for name, text in settings.items() if name.partition(".")[0] in _OF_OPTIMIZER}
+        store.set(_STORE_KEY, json.dumps(shared))
+        return shared
+    return json.loads(store.get(_STORE_KEY))
 
 
 def describe_model(model: nn.Module) -> dict[str, str]:

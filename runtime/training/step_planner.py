@@ -15,6 +15,7 @@ from typing import Protocol
 
 from secc.runtime.data.data_plane import DataPlane, GlobalBatch
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
+from secc.runtime.plan.dealt_samples import DealtMicroBatches
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta, Schedule
 from secc.runtime.schedule.cross_step_prefetch import splice_prefetch
@@ -89,8 +90,11 @@ def _plan_step(
     )
     if previous is None or previous.schedule is not schedule:
         check_schedule(context.plan, step.samples, schedule)
+    dealt = DealtMicroBatches(context.plan, step.samples, schedule.own_samples)
     micros = [
-        schedule.micro_batches[i.section][i.micro] for i in schedule.programs[context.rank] if i.kind == "F"
+        dealt.own_part(schedule.micro_batches[i.section][i.micro], context.rank)
+        for i in schedule.programs[context.rank]
+        if i.kind == "F"
     ]
     micros = [m for m in micros if m.samples]
     for ahead, together in groupby(micros, schedule.is_of_next_batch):

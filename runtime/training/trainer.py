@@ -12,6 +12,7 @@ import itertools
 import math
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from secc.runtime.monitoring.section_times import (
 )
 from secc.runtime.parameters import checkpoint
 from secc.runtime.parameters.checkpoint_copies import CopyName
+from secc.runtime.parameters.checkpoint_folder import FoundCheckpoint
 from secc.runtime.parameters.checkpoint_writer import CheckpointSaver, FinishedSave
 from secc.runtime.parameters.elementwise_check import why_not_elementwise
 from secc.runtime.parameters.gradient_reduction import GradientReducer, build_reduction_groups
@@ -72,7 +74,12 @@ from secc.runtime.training.nonfinite_search import NonFiniteEvent, NonFiniteSear
 from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.rendezvous import attempt_name
 from secc.runtime.training.run_reports import RunReports
-from secc.runtime.training.run_settings import check_change, check_settings, describe_settings
+from secc.runtime.training.run_settings import (
+    check_change,
+    check_settings,
+    describe_settings,
+    share_settings,
+)
 from secc.runtime.training.step_batches import StepBatches
 from secc.runtime.training.step_planner import PlannedStep, plan_steps
 from secc.runtime.training.stop_request import StopRequest
@@ -125,6 +132,7 @@ class Trainer:
         exchange_groups = make_exchange_groups(self.plan, context.rank)
         exchanges = {n: TokenExchange(g) for n, g in exchange_groups.items()}
         styles.install_styles(self.plan, model, groups.tp, exchanges)
+        exchanges = {n: e for n, e in exchanges.items() if e.experts}  # a stage may have no mixture
         install_row_modules(self.plan, model, context.rank)
         for section in self.plan.sections:
             if context.rank in section.mesh.ranks:
@@ -173,8 +181,8 @@ class Trainer:
             else None
         )
         self._callbacks = Callbacks(context.user_model, callbacks)
-        # The learning rate is that of the first rank that trains anything.
-        self._reports_learning_rate = context.rank == min((r for h in reductions for r in h.ranks), default=0)
+        first_trained = min((r for h in reductions for r in h.ranks), default=0)  # rank with an optimizer
+        self._reports_learning_rate = context.rank == first_trained
         self._owned_names = self._find_owned_names(model)
         self._trained_names = {n for h in reductions if context.rank in h.ranks for n in h.names}
         self.optimizer = self._make_optimizer(
@@ -199,13 +207,12 @@ class Trainer:
             self.optimizer,
             self.scheduler,
         )
+        if first_trained and context.rank in (0, first_trained):
+            self._settings |= share_settings(context.store, self._settings, context.rank == first_trained)
         if context.resumed is not None and context.rank == 0 and not self.options.eval_only:
             recorded, where = context.resumed.manifest.settings or {}, str(context.resumed.path)
             for note in check_settings(recorded, self._settings, self.options.allow_change, where):
                 sys.stderr.write(note + "\n")
-        if context.resumed is not None and not self.options.eval_only:
-            changed = checkpoint.find_changed_option(context.resumed.files, self._initial_options)
-            check_change("optimizer", changed, self.options.allow_change, str(context.resumed.path))
         self.step_number = context.first_step
         self.average = self._make_average()
         self._evaluator = Evaluator(context, model, self.engine) if context.evaluation_data else None
@@ -219,13 +226,7 @@ class Trainer:
         )
         self._stops_early = False
         if context.resumed is not None and not self.options.eval_only:
-            checkpoint.load_optimizer_state(
-                context.resumed.files,
-                self.optimizer,
-                self.scheduler,
-                self.reducer.optimized_slices,
-                context.rank,
-            )
+            self._load_optimizer(context.resumed)
         self.metrics, self.section_times = None, None
         if context.rank == 0:
             self.metrics = MetricsLog(context.log_dir, context.last_step, run=context.run_id)
@@ -242,6 +243,32 @@ class Trainer:
             else None
         )
         self._step_start = time.perf_counter()
+
+    def _load_optimizer(self, resumed: FoundCheckpoint) -> None:
+        """Reads the states of the optimizer and the scheduler. Where the user allows that these have changed,
+        options that differ are those of the model file, and its scheduler takes the steps of the checkpoint
+        from the start. Collective. Raises UserError for changes that are not allowed."""
+        allowed = self.options.allow_change
+        changed = checkpoint.find_changed_options(resumed.files, self._initial_options)
+        for change in changed[:1]:
+            check_change("optimizer", str(change), allowed, str(resumed.path))
+        renews = "scheduler" in allowed or ("optimizer" in allowed and bool(changed))
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            renews = False  # what a plateau has seen is in the checkpoint only
+        elif renews and self.scheduler is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the optimizer has not stepped
+                for _ in range(resumed.manifest.step):
+                    self.scheduler.step()
+        checkpoint.load_optimizer_state(
+            resumed.files,
+            self.optimizer,
+            self.scheduler,
+            self.reducer.optimized_slices,
+            self.context.rank,
+            changed,
+            keeps_schedule=not renews,
+        )
 
     def _time_collectives(
         self, groups: ReplicaGroups, exchange_groups: Mapping[str, ReplicaProcessGroup]

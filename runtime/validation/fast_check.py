@@ -99,7 +99,7 @@ def _has_all_samples(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedu
         for i, m in enumerate(micros):
             if m.index != i or m.section != section.name or not 0 <= m.replica < section.mesh.dp:
                 return False
-            if not (0 if runs_in_lockstep(section) else 1) <= len(m.samples) <= section.micro_batch or (
+            if not (0 if runs_in_lockstep(section) else 1) <= len(m.samples) <= section.most_samples or (
                 len(m.samples) > 1 and any(a >= b for a, b in pairwise(m.samples))
             ):
                 return False

@@ -173,9 +173,9 @@ class ScheduleChecker:
         if not 0 <= m.replica < section.mesh.dp:
             self.fail(f"{what}: expected a replica below {section.mesh.dp}, got {m.replica}")
         least = 0 if runs_in_lockstep(section) else 1
-        if not least <= len(m.samples) <= section.micro_batch or list(m.samples) != sorted(m.samples):
+        if not least <= len(m.samples) <= section.most_samples or list(m.samples) != sorted(m.samples):
             self.fail(
-                f"{what}: expected {least} to {section.micro_batch} ascending samples, got {list(m.samples)}"
+                f"{what}: expected {least} to {section.most_samples} ascending samples, got {list(m.samples)}"
             )
 
     # -- instructions

@@ -294,6 +294,7 @@ def check(
     stats_samples: int = 64,
     accept: Sequence[str] = (),
     balance_loss: str = "",
+    global_sums: bool = False,
     gather: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ExactnessCheck:
@@ -311,6 +312,7 @@ def check(
         small=small,
         accept=tuple(accept),
         balance_loss=balance_loss,
+        global_sums=global_sums,
         gather=tuple(gather),
     )
     compiled = compile_model(_as_model(model).path, options, progress)

@@ -12,13 +12,13 @@ in `secc/bounds/steady_state.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from secc.bounds.additive import split_additive
 from secc.bounds.traffic import Traffic, message_ns, sample_bytes
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.predicted_costs import PredictedCosts
-from secc.runtime.plan.schema import Edge, Plan, Section
+from secc.runtime.plan.schema import Cost, Edge, Plan, Section
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.plan.step_program import (
     SampleMeta,
@@ -99,11 +99,31 @@ class BatchWork:
     def _measure_samples(self, section: Section) -> dict[int, tuple[int, int, int]]:
         """(forward, backward, second part of a split backward) ns of each active sample alone."""
         forward, backward = self._costs.sample_times(section)
+        for p in self._undivided_samples(section):
+            forward[p], backward[p] = map(min, (forward[p], backward[p]), self._undivided_times(section, p))
         second_parts = [weight_backward_ns(section, b) for b in backward]
         return {
             p: (forward[p], backward[p] - second_parts[p], second_parts[p])
             for p in self.active_samples[section.name]
         }
+
+    def _undivided_samples(self, section: Section) -> list[int]:
+        """Samples that one rank of cp may compute whole."""
+        if not section.may_deal:
+            return []
+        needed = [
+            evaluate_expr(section.undivided.saved, self._costs.sample_sizes(p))
+            for p in self.active_samples[section.name]
+        ]
+        return [
+            p
+            for p, size in zip(self.active_samples[section.name], needed, strict=True)
+            if size <= section.undivided_bytes
+        ]
+
+    def _undivided_times(self, section: Section, sample: int) -> tuple[int, int]:
+        forward, backward = self._costs.undivided_times(section)
+        return forward[sample], backward[sample]
 
     def _message_times(self, edge: Edge) -> dict[int, int]:
         """Message of each sample that both ends of an edge handle, over the fastest link there is."""
@@ -147,12 +167,8 @@ class BatchWork:
         """The least that each active sample adds to a section's work, forward and backward, however
         micro-batches are formed."""
         found = self.plan.find_section(section)
-        texts = (found.cost.forward_ns, found.cost.backward_ns if owes_backward(found) else "0")
-        together = max(1, len(self.active_samples[section]))
-        forward, backward = (
-            self._additive_shares(text, self.active_samples[section], together) for text in texts
-        )
-        return [forward[p] + backward[p] for p in self.active_samples[section]]
+        weights = self._shares_of(found, max(1, len(self.active_samples[section])))
+        return [sum(weights[p]) for p in self.active_samples[section]]
 
     def _additive_weights(self, section: Section) -> dict[int, tuple[int, int]]:
         """(forward, backward) of each sample that it adds to a micro-batch; all of it where micro-batches are
@@ -160,15 +176,29 @@ class BatchWork:
 
         For a split backward this counts both parts.
         """
-        name, together = section.name, min(section.micro_batch, len(self.active_samples[section.name]))
+        return self._shares_of(section, min(section.micro_batch, len(self.active_samples[section.name])))
+
+    def _shares_of(self, section: Section, together: int) -> dict[int, tuple[int, int]]:
+        """(forward, backward) that each sample adds to micro-batches of up to `together` samples. Of one that
+        a rank of cp may compute whole, it is no more than that rank's share of its replica."""
+        shares = self._shares_of_cost(section, section.cost, together)
+        if fitting := self._undivided_samples(section):
+            whole = self._shares_of_cost(section, section.undivided, together)
+            for p in fitting:
+                forward, backward = (
+                    min(own, ns // section.mesh.cp) for own, ns in zip(shares[p], whole[p], strict=True)
+                )
+                shares[p] = forward, backward
+        return shares
+
+    def _shares_of_cost(self, section: Section, cost: Cost, together: int) -> dict[int, tuple[int, int]]:
+        positions = self.active_samples[section.name]
         if together <= 1:
-            forward, backward = self._costs.sample_times(section)
-            return {p: (forward[p], backward[p]) for p in self.active_samples[name]}
-        texts = (section.cost.forward_ns, section.cost.backward_ns if owes_backward(section) else "0")
-        forward, backward = (
-            self._additive_shares(text, self.active_samples[name], together) for text in texts
-        )
-        return {p: (forward[p], backward[p]) for p in self.active_samples[name]}
+            forward, backward = self._costs.sample_times(replace(section, cost=cost))
+            return {p: (forward[p], backward[p]) for p in positions}
+        texts = (cost.forward_ns, cost.backward_ns if owes_backward(section) else "0")
+        forward, backward = (self._additive_shares(text, positions, together) for text in texts)
+        return {p: (forward[p], backward[p]) for p in positions}
 
     def _additive_shares(self, text: str, positions: Sequence[int], together: int) -> dict[int, int]:
         """Each sample's share of a time, by the branch of its maxima with the largest sum."""

@@ -7,12 +7,13 @@ torch. A `UserError` raised by a command becomes one message on stderr and exit 
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -55,11 +56,30 @@ class LazyCommands(TyperGroup):
 
             function = add_options(function, module.rank_options())
         app.command(cmd_name, no_args_is_help=True, context_settings=getattr(module, "CONTEXT", None))(
-            function
+            _refuse_exits(function)
         )
         command = typer.main.get_command(app)
         assert isinstance(command, TyperCommand)
         return command
+
+
+def _refuse_exits(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command that ends with a UserError if the user's code, which it runs, ends the process:
+    otherwise it would seem to have succeeded."""
+
+    @functools.wraps(command)
+    def refusing(*arguments: Any, **options: Any) -> None:
+        from secc.errors import UserError
+
+        try:
+            command(*arguments, **options)
+        except SystemExit as exit_:
+            from secc.runtime.model.source_lines import error_source_line
+
+            message = f"code of the model ends the process: SystemExit: {exit_.code}"
+            raise UserError(message, error_source_line(exit_), "raise another exception there") from exit_
+
+    return refusing
 
 
 app = typer.Typer(cls=LazyCommands, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -11,6 +11,7 @@ from secc.cli.compile import (
     BALANCE_OPTION,
     COMPILE_STAGES,
     GATHER_OPTION,
+    GLOBAL_SUMS_OPTION,
     JSON_OPTION,
     MODEL_ARGUMENT,
 )
@@ -24,6 +25,7 @@ def command(
     stats_samples: Annotated[int, typer.Option(help="samples of dataset() to draw")] = 64,
     accept: ACCEPT_OPTION = None,
     balance_loss: BALANCE_OPTION = "",
+    global_sums: GLOBAL_SUMS_OPTION = False,
     gather: GATHER_OPTION = None,
     json: JSON_OPTION = False,
 ) -> None:
@@ -38,6 +40,7 @@ def command(
             stats_samples=stats_samples,
             accept=accept or (),
             balance_loss=balance_loss,
+            global_sums=global_sums,
             gather=gather or (),
             progress=show,
         )

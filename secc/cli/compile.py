@@ -26,6 +26,14 @@ BALANCE_OPTION = Annotated[
         metavar="WAY",
     ),
 ]
+GLOBAL_SUMS_OPTION = Annotated[
+    bool,
+    typer.Option(
+        "--global-sums",
+        help="the loss is a function of sums over the batch (the root of a mean, Dice over the batch):"
+        " computed from sums of the global batch, with one more forward a step",
+    ),
+]
 GATHER_OPTION = Annotated[
     list[str] | None,
     typer.Option(
@@ -118,6 +126,7 @@ def command(
     ] = False,
     accept: ACCEPT_OPTION = None,
     balance_loss: BALANCE_OPTION = "",
+    global_sums: GLOBAL_SUMS_OPTION = False,
     gather: GATHER_OPTION = None,
     costs: Annotated[
         str, typer.Option(help="file of measured costs, written by secc profile", metavar="FILE")
@@ -163,6 +172,7 @@ def command(
         without=tuple(no_fuse_rule or ()),
         accept=tuple(accept or ()),
         balance_loss=balance_loss,
+        global_sums=global_sums,
         gather=tuple(gather or ()),
         stats=stats,
         skip_bad_samples=skip_bad_samples,

@@ -38,18 +38,22 @@ def command(
         bool, typer.Option("--ema", help="evaluate the averaged weights of a run with --ema")
     ] = False,
     log_dir: Annotated[
-        Path | None, typer.Option(help="directory of metrics.jsonl (default: PLAN/logs)")
+        str | None, typer.Option(help="directory of metrics.jsonl (default: PLAN/logs)", metavar="DIR")
     ] = None,
     json: JSON_OPTION = False,
 ) -> None:
     """Evaluate a checkpoint, or the initial weights, on the eval_dataset() of the model file: the loss over
     the whole set, further scalars, and metrics()."""
     from secc.report.text_table import TextTable
+    from secc.runtime.training.options import parse_path
     from secc.runtime.training.supervisor import run_plan
 
-    logs = (log_dir or plan / "logs").resolve()
+    logs = (plan / "logs" if log_dir is None else parse_path(log_dir, "--log-dir")).absolute()
     metrics = logs / "metrics.jsonl"
-    before = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    try:
+        before = len(metrics.read_text().splitlines())
+    except OSError:  # there is none, or the run says why it cannot write there
+        before = 0
     arguments = ["--log-dir", str(logs), "--eval-only", "ema" if ema else "trained"]
     arguments += ["--resume", str(resume)] if resume is not None else []
     arguments += ["--eval-batch", str(eval_batch)] if eval_batch is not None else []

@@ -81,7 +81,7 @@ def command(
     context: typer.Context,
     plan: PLAN_ARGUMENT,
     log_dir: Annotated[
-        Path | None, typer.Option(help="directory of metrics.jsonl (default: PLAN/logs)")
+        str | None, typer.Option(help="directory of metrics.jsonl (default: PLAN/logs)", metavar="DIR")
     ] = None,
     emulate: Annotated[
         bool,
@@ -99,9 +99,10 @@ def command(
     json: JSON_OPTION = False,
 ) -> None:
     """Train a plan on this machine, with all its ranks. --json prints the metrics of the last step."""
+    from secc.runtime.training.options import parse_path
     from secc.runtime.training.supervisor import run_plan
 
-    logs = (log_dir or plan / "logs").resolve()
+    logs = (plan / "logs" if log_dir is None else parse_path(log_dir, "--log-dir")).absolute()
     if emulate:
         raise typer.Exit(_run_emulated(plan, logs, passed_arguments(context), scale, json))
     code = run_plan(plan, [*passed_arguments(context), "--log-dir", str(logs)], _replan_for_ranks)

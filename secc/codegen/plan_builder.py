@@ -199,6 +199,9 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
         row_attention=attribute_value(op, "row_attention", "gather"),
         row_layers=_paths_inside(op, "row_layers"),
         row_modules=_paths_inside(op, "row_modules"),
+        cp_per=attribute_value(op, "cp_per", "section"),
+        undivided=_undivided_cost(op),
+        undivided_bytes=attribute_value(op, "undivided_bytes", 0),
         units=_fsdp_units(graph, op) if attribute_value(op, "sharding", "none") == "zero3" else (),
     )
 
@@ -245,6 +248,13 @@ def _section_cost(op: SectionOp) -> schema.Cost:
     return schema.Cost(**{key: attribute_value(op, key, default) for key, default in known.items()})
 
 
+def _undivided_cost(op: SectionOp) -> schema.Cost:
+    if "cp_per" not in op.attributes:
+        return schema.Cost()
+    names = ("forward_ns", "backward_ns", "saved")
+    return schema.Cost(**{name: attribute_value(op, f"undivided_{name}", "0") for name in names})
+
+
 def _section_params(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> tuple[str, ...]:
     """The parameters that a section holds: the parameters of the blocks its bodies call, and any that its
     glue reads."""
@@ -256,10 +266,17 @@ def _section_params(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> tu
 
 def _plan_input(op: KeyOp) -> schema.Input:
     pads = tuple(
-        (int(dim), side, float(value)) for dim, side, value in (p.split(" ") for p in strings_of(op.pads))
+        (int(dim), side, _parse_fill(fill)) for dim, side, fill in (p.split(" ") for p in strings_of(op.pads))
     )
     dims = tuple(size_expr.format_expr(d) for d in tensor_type(op.result).shape)
     return schema.Input(op.key.data, tensor_type(op.result).torch_dtype, dims, op.optional is not None, pads)
+
+
+def _parse_fill(text: str) -> schema.PadFill:
+    """What a padded dim is filled with: a number, a row as numbers between commas, or "next"."""
+    if text == schema.COUNTING_FILL:
+        return schema.COUNTING_FILL
+    return tuple(float(n) for n in text.split(",")) if "," in text else float(text)
 
 
 def _plan_edge(graph: GraphOp, op: EdgeOp) -> schema.Edge:

@@ -44,6 +44,7 @@ class CompileOptions:
     without: tuple[str, ...] = ()
     accept: tuple[str, ...] = ()
     balance_loss: str = ""  # "micro-batch" or "global"; "": refuse a balance loss
+    global_sums: bool = False  # functions of sums over the batch: from those of the global batch
     gather: tuple[str, ...] = ()  # blocks with rows that the loss compares over the global batch
     stats: Path | None = None
     skip_bad_samples: bool = False

@@ -60,7 +60,8 @@ def _loss_options(options: CompileOptions) -> dict[str, Any]:
     accept = dict.fromkeys((*options.accept, *((BALANCE_LOSS,) if by_micro_batch else ())))
     exact = {"balance_loss": "global"} if options.balance_loss == "global" else {}
     gathered = {"gather": options.gather, "global_batch": options.global_batch} if options.gather else {}
-    return {"accept": tuple(accept), **exact, **gathered}
+    sums = {"global_sums": True} if options.global_sums else {}
+    return {"accept": tuple(accept), **exact, **sums, **gathered}
 
 
 def fusion_mode(options: CompileOptions) -> str:

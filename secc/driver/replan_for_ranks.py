@@ -28,7 +28,7 @@ from secc.runtime.parameters.rank_weights import MODEL_FILE_COPY, imported_file_
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import Plan
 
-_REPLICA_PINS = (".tp", ".ep", ".cp", ".attention")
+_REPLICA_PINS = (".tp", ".ep", ".cp", ".attention", ".cp_per")
 _LAYOUT_PINS = (*_REPLICA_PINS, ".dp", ".pp", ".with", ".placement", ".chunks")
 _CONSTANTS_FILE = "sections/constants.pt"
 

@@ -129,6 +129,7 @@ SECTION_FIELDS: FieldReaders[Section] = {
     "tp": lambda s: str(s.mesh.tp),
     "cp": lambda s: str(s.mesh.cp),
     "attention over cp": lambda s: s.row_attention,
+    "cp per": lambda s: s.cp_per,
     "ep": lambda s: str(s.mesh.ep),
     "micro-batch": micro_batch_text,
     "recompute": lambda s: s.recompute,

@@ -115,6 +115,7 @@ def _sections_table(plan: Plan) -> TextTable:
         degrees = ((kind, getattr(s.mesh, kind)) for kind in ("dp", "pp", "tp", "cp", "ep"))
         layout = ", ".join(f"{kind} {n}" for kind, n in degrees if n > 1) or "one rank"
         layout += ", split backward" if s.weight_permille else ""
+        layout += " per micro-batch" if s.may_deal else ""
         layout += " (ulysses)" if s.row_attention == "ulysses" else ""
         return (
             s.name,

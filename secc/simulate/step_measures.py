@@ -179,11 +179,12 @@ def _model_flops_utilization(step: SimulatedStep, traffic: Traffic) -> float | N
     for s in step.plan.sections:
         peaks = dict(traffic.cluster.view_of_ranks(s.mesh.ranks).device.gflops)
         for m in (m for m in step.schedule.micro_batches[s.name] if not step.schedule.is_of_next_batch(m)):
-            symbols = sizes.micro_batch_sizes(m.samples)
-            flops = evaluate_expr(s.cost.flops, symbols) + (
-                evaluate_expr(s.cost.backward_flops or "0", symbols) if s.mode != "forward" else 0
-            )
-            busy += flops / peaks.get(s.cost.dtype, peaks["f32"])
+            for together in sizes.computed_parts(s, m.samples):
+                symbols = sizes.micro_batch_sizes(together)
+                flops = evaluate_expr(s.cost.flops, symbols) + (
+                    evaluate_expr(s.cost.backward_flops or "0", symbols) if s.mode != "forward" else 0
+                )
+                busy += flops / peaks.get(s.cost.dtype, peaks["f32"])
     return busy / (step.plan.world_size * step.end)
 
 
@@ -209,12 +210,14 @@ def memory_over_time(
         return None
     fixed = _fixed_bytes(step, rank, traffic or Traffic(step.plan))
     sizes = PredictedCosts(step.plan, step.samples, step.schedule.own_samples)
-    saved = {s.name: s.cost.saved for s in held}
+    sections = {s.name: s for s in held}
 
     def saved_bytes(section: str, micro: int) -> int:
-        return evaluate_expr(
-            saved[section], sizes.micro_batch_sizes(step.schedule.micro_batches[section][micro].samples)
-        )
+        samples = step.schedule.micro_batches[section][micro].samples
+        (dealt,) = sizes.deal(sections[section], [samples])
+        if dealt is not None:
+            return dealt.saved_bytes
+        return evaluate_expr(sections[section].cost.saved, sizes.micro_batch_sizes(samples))
 
     changes = [*_in_flight_changes(step, rank, saved_bytes), *_prefetched_result_changes(step, rank, sizes)]
     return [(0, fixed), *((time, fixed + bytes_) for time, bytes_ in _running_totals(changes))]

@@ -25,7 +25,9 @@ MIB = 1 << 20
 @st.composite
 def section_candidates(draw: st.DrawFn, ranks: int) -> tuple[Candidate, ...]:
     """Two to four candidates; a replica more never takes longer, as in real tables, but memory and waits are
-    free. Some have experts in parts, over the ranks of a replica or over all replicas."""
+    free. Some have experts in parts, over the ranks of a replica or over all replicas; some sections are
+    frozen, and stand idle for a part of the step unless they run ahead."""
+    frozen = draw(st.booleans())
     number = st.integers(0, 40)
     memory = st.integers(0, 12).map(lambda n: n * MIB)
     return tuple(
@@ -35,7 +37,9 @@ def section_candidates(draw: st.DrawFn, ranks: int) -> tuple[Candidate, ...]:
             tp=(tp := draw(st.sampled_from([1, 1, 2]))),
             ep=draw(st.sampled_from([1, 1, tp, tp * dp])),
             pp=draw(st.sampled_from([1, 1, 2])),
-            time_ns=draw(st.integers(1, 100)),
+            time_ns=(time_ns := draw(st.integers(1, 100))),
+            idle_ns=draw(st.integers(0, time_ns - 1)) if frozen else 0,
+            runs_ahead=frozen and draw(st.booleans()),
             fill_ns=draw(number),
             drain_ns=draw(number),
             micro_batches=draw(st.integers(1, 4)),

@@ -21,6 +21,7 @@ REFUSED = [
     ("batchnorm", ["batchnorm.py:", "not separable", "native_batch_norm", "what to do"]),
     ("contrastive", ["contrastive.py:", "not separable", "aten.mm", "what to do"]),
     ("reads_block_value", ["reads_block_value.py:", "what to do"]),
+    ("ends_process", ["ends_process.py:18", "SystemExit: 0", "what to do"]),
     ("wrong_width", ["wrong_width.py:13", "fails in plain PyTorch too", "what to do"]),
     ("mixup", ["mixup.py:", "mixes the samples of a batch", "aten.randperm", "what to do"]),
 ]
@@ -153,6 +154,13 @@ def test_plan_of_a_changed_import(tmp_path: Path, capfd: pytest.CaptureFixture[s
     (tmp_path / "stale_net.py").unlink()
     shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
     assert "stale_net" in error_message_of(capfd, "run", plan, "--steps", "2")
+
+
+@pytest.mark.parametrize("command", ["run", "eval"])
+def test_empty_log_dir(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a variable of a script that is not set; it does not stand for the working directory."""
+    message = error_message_of(capsys, command, str(tmp_path), "--log-dir", "")
+    assert "argument --log-dir: must not be empty" in message
 
 
 def test_missing_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

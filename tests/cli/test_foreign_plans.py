@@ -72,6 +72,10 @@ def test_commands_run_no_code_of_a_plan(folder: Path, capsys: pytest.CaptureFixt
     assert "--trust-model" in capsys.readouterr().err
     (plan / ORIGIN_FILE).write_text("0" * 64)
     assert run_command("simulate", str(plan)) == 2
+    for arguments in (["report", str(plan)], ["launch-files", str(plan), "--for", "skypilot"]):
+        run_command(*arguments)
+    run_command("export", str(plan), "-o", str(folder / "weights"))
+    run_command("opt", str(next(plan.rglob("*.mlir"))), "--passes", "canonicalize")
     assert not ran.exists()
 
 

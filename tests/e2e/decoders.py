@@ -98,6 +98,12 @@ def _short(g: torch.Generator) -> Sample:
     return {"input_ids": text, "labels": text}
 
 
+def _tail(g: torch.Generator) -> Sample:
+    """A short text, or one in four times a long one."""
+    text = words(g, 20, 31) if torch.rand((), generator=g) < 0.25 else words(g, 2, 9)
+    return {"input_ids": text, "labels": text}
+
+
 def _sound(g: torch.Generator) -> Sample:
     return {"input_features": torch.randn(1, 8, 32, generator=g), "labels": words(g, 3, 20)}
 
@@ -113,7 +119,7 @@ def _llama() -> nn.Module:
 
 def _llama_of_heads() -> nn.Module:
     """Eight heads of queries on four of keys and values, which four ranks can divide."""
-    heads = {"num_attention_heads": 2 * HEADS, "num_key_value_heads": HEADS}
+    heads: dict[str, Any] = {"num_attention_heads": 2 * HEADS, "num_key_value_heads": HEADS}
     return T.LlamaForCausalLM(T.LlamaConfig(**TEXT | heads))
 
 
@@ -130,7 +136,7 @@ def _mistral() -> nn.Module:
 
 
 def _bloom() -> nn.Module:
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": 2, "n_head": HEADS}
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": 2, "n_head": HEADS}
     return T.BloomForCausalLM(T.BloomConfig(**sizes, use_cache=False, pad_token_id=0))
 
 
@@ -149,6 +155,8 @@ DECODERS = {
     for e in (
         Entry("llama", "decoders", _llama, text_only),
         Entry("llama_short", "decoders", _llama, _short),
+        Entry("llama_tail", "decoders", _llama, _tail),
+        Entry("llama_tail_left", "decoders", _llama, _tail, _pad_left),
         Entry("llama_heads", "decoders", _llama_of_heads, text_only),
         Entry("llama_heads_left", "decoders", _llama_of_heads, text_only, _pad_left),
         Entry("llama_heads_short", "decoders", _llama_of_heads, _short),

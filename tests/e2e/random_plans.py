@@ -132,6 +132,8 @@ def _draw_section_pins(rng: random.Random, section: Section, shape: Shape) -> It
     chosen["sharding"] = rng.choice(
         [s for s in ("none", "zero1", "zero2", "zero3") if _may_shard(section, s, split)]
     )
+    if shape.cp > 1 and shape.pp == 1 and rng.random() < 0.5:
+        chosen["cp_per"] = "micro_batch"
     if shape.tp > 1 and rng.random() < 0.25:
         chosen["norms"] = "sequence"
     yield from (f"{section.name}.{key}={value}" for key, value in chosen.items())
@@ -225,6 +227,7 @@ def list_features(made: CompiledPlan) -> tuple[str, ...]:
         found |= {
             f"{axis}={n}" for axis in ("tp", "pp", "cp", "dp", "ep") if (n := getattr(s.mesh, axis)) > 1
         }
+        found |= {f"cp per {s.cp_per}"} if s.may_deal else set()
         found |= {s.sharding, f"recompute={s.recompute}"} - {"none", "recompute=none"}
     found |= {"split backward" for s in made.plan.sections if s.weight_permille}
     return tuple(sorted(found))

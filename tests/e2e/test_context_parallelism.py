@@ -99,6 +99,7 @@ def test_a_plan_with_cp_trains_as_plain_pytorch(
     model, dtype = captured(name), "bf16" if "bf16" in pins.split() else ""
     pins += f" attention={attention}" if attention else ""
     wanted = tuple(pin if "." in pin else f"model.{pin}" for pin in pins.split() if "=" in pin)
+    wanted += tuple(f"{pin.partition('.')[0]}.cp_per=section" for pin in wanted if ".cp=" in pin)
     made = model.plan_with(
         CompileOptions(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=wanted, dtype=dtype)
     )

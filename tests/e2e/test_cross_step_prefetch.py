@@ -108,6 +108,17 @@ def test_images_of_the_next_step_are_seen_before_the_last_texts_of_this_one(tmp_
         # every stage has computed more of the next step than the one behind it
         (4, ("teacher.pp=3", "teacher.micro_batch=1", "student.dp=1", "student.micro_batch=2")),
         (4, ("teacher.tp=2", "teacher.ep=2", "teacher.micro_batch=1", "student.dp=2", "student.ep=2")),
+        # replicas that send each other tokens run ahead in rounds
+        (
+            3,
+            (
+                "teacher.dp=2",
+                "teacher.ep=2",
+                "teacher.micro_batch=1",
+                "student.dp=1",
+                "student.micro_batch=2",
+            ),
+        ),
     ],
 )
 def test_frozen_mixtures_run_ahead(ranks: int, pins: tuple[str, ...], tmp_path: Path) -> None:

@@ -85,6 +85,14 @@ def _plan(path: Path, work: Path, ranks: int, batch: int, *pins: str) -> Path:
             ("model.dp=4", "model.ep=4", "model.micro_batch=1", "model.sharding=zero3"),
             marks=pytest.mark.slow,
         ),
+        # a round without samples on a replica of a stage that has no mixture
+        pytest.param(
+            "glm4_moe",
+            4,
+            5,
+            ("model.pp=2", "model.dp=2", "model.ep=2", "model.micro_batch=1"),
+            marks=pytest.mark.slow,
+        ),
         # modules in a list: 5 samples on 4 replicas, and every way of holding parameters and activations
         ("listed_experts", 4, 5, ("model.dp=4", "model.ep=4", "model.micro_batch=1")),
         *(

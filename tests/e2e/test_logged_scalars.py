@@ -12,6 +12,7 @@ from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from secc.runtime.model.user_file import load_model_file
+from secc.runtime.parameters.checkpoint import load_full_state_dict
 from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
 
 PATH = Path(__file__).parent.parent / "models" / "logged.py"
@@ -64,6 +65,28 @@ def test_a_scalar_that_no_plan_can_compute_is_not_logged_and_merges_no_blocks(tm
     assert note.startswith("further results of forward are not logged, because") and "model.py:" in note
     assert [t.name for t in plan.terms] == ["cross_entropy", "mse"]
     assert sorted(b for s in plan.sections for b in s.blocks) == ["head", "student", "teacher"]
+
+
+@pytest.mark.gloo
+def test_scalars_next_to_recorded_glue_are_logged_and_evaluated(tmp_path: Path) -> None:
+    path = PATH.parent / "scored_grids.py"
+    plan = compile_and_write(
+        path, tmp_path / "plan", cluster="local:2", global_batch=6, strategy="apart"
+    ).plan
+    (note,) = plan.checks["notes"]
+    assert note.startswith("glue is re-recorded for each micro-batch")
+    arguments = ["--steps", "1", "--eval-every", "1", "--save", str(tmp_path / "saved"), "--workers", "0"]
+    run_plan_ranks(tmp_path / "plan", 2, [*arguments, "--log-dir", str(tmp_path)])
+    step, evaluated = read_metrics(tmp_path)
+
+    user = load_model_file(path)
+    model = user.build_model()
+    wanted = model(**user.collate([user.load_sample(i) for i in range(6)]))
+    assert {name: step[name] for name in ("right", "count")} == {n: wanted[n] for n in ("right", "count")}
+    model.load_state_dict(load_full_state_dict(tmp_path / "saved"))
+    wanted = model(**user.collate(user.call_function("eval_dataset")))
+    assert evaluated["right"] == wanted["right"] > 0
+    assert evaluated["summed"] == evaluated["gathered"] == int(wanted["right"]) / int(wanted["count"])
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,21 @@ def test_parts_add_up() -> None:
     assert reasons_of(module)["lm"]["memory"]["largest_tensor"]["tensor"] == "f32[B, S, 64] of lm"
 
 
+def test_stages_that_run_ahead_do_not_fill_in_a_step() -> None:
+    """A frozen pipeline on ranks of its own bounds the step; the parts of its time add up to it."""
+    layers = LAYERS.replace("2400000*B*S", "480000000*B*S")
+    source = FROZEN.replace('outs [""] in @vision', f'outs [""] in @vision {{{layers}}}')
+    pins = ("vision.pp=2", "lm.dp=1")
+    ahead, waiting = (
+        allocate_module(source, strategy="apart", set=pins, run_ahead=text) for text in ("auto", "0")
+    )
+    parts, with_filling = (reasons_of(module)["vision"]["time_s"] for module in (ahead, waiting))
+    assert sum(parts.values()) == pytest.approx(step_time(ahead), rel=0.01)
+    assert sum(with_filling.values()) == pytest.approx(step_time(waiting), rel=0.01)
+    assert with_filling.pop("filling and draining stages") > 0
+    assert parts == with_filling
+
+
 def test_alternatives_that_do_not_fit_show_their_memory() -> None:
     """Without recomputation the step would be faster, but needs 12 GiB on a rank that has 7.6."""
     module = allocate_module(

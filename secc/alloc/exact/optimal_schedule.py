@@ -67,7 +67,7 @@ def solve_schedule(
     `hint_ns`: step time of a known schedule, which prunes the search. Raises ValueError if micro-batches may
     hold several samples.
     """
-    if any(s.micro_batch != 1 for s in work.sections):
+    if any(s.most_samples != 1 for s in work.sections):
         raise ValueError("an exact schedule needs micro-batches of one sample")
     model = _ScheduleModel(work, hint_ns)
     solver = cp_model.CpSolver()

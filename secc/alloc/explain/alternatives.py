@@ -27,7 +27,7 @@ from secc.alloc.problem.candidates import (
     price_candidate,
     require_rank_load,
 )
-from secc.alloc.problem.closed_form import evaluate_assignment
+from secc.alloc.problem.closed_form import evaluate_assignment, groups_that_run_ahead
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Assignment, Candidate, Problem, ReplicaShape, Solution
 from secc.alloc.refine import prefetch_memory
@@ -55,14 +55,15 @@ def explain_choices(
     """
     assignment = solution.assignment
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
-    value = evaluate_assignment(asked, assignment)
+    value, ahead = evaluate_assignment(asked, assignment), groups_that_run_ahead(chosen, assignment.group)
     return {
         name: {
             "alternatives": list(
                 _price_alternatives(work, asked, assignment, chosen, name, Pins(refused=refused), size)
             ),
             "time_s": {
-                what: ns / 10**9 for what, ns in break_down_time(own, own.loads[name], chosen[name]).items()
+                what: ns / 10**9
+                for what, ns in break_down_time(own, own.loads[name], chosen[name], group in ahead).items()
             },
             "memory": _memory_report(
                 own,

@@ -68,9 +68,10 @@ _COST_FIELDS_BY_PART = {
 }
 
 
-def break_down_time(work: Workload, load: SectionLoad, c: Candidate) -> dict[str, int]:
+def break_down_time(work: Workload, load: SectionLoad, c: Candidate, ahead: bool) -> dict[str, int]:
     """Ns of a candidate's busiest rank in a step by purpose, largest first; parts below a thousandth are
-    left out."""
+    left out. `ahead`: whether its stages run ahead of the step, so that they fill and drain once in a run.
+    """
     rank = require_rank_load(work, load, c.shape, c.ranks)
     ns_by_part = {
         name: _evaluate_over_step(
@@ -104,15 +105,13 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate) -> dict[str
         gradient_and_optimizer_ns(work, rank, c.dp, c.micro_batch, c.sharding, c.recompute)
         - ns_by_part[OPTIMIZER_PART]
     )
-    ns_by_part[BUBBLES_PART] = pipeline_bubble_ns(
-        rank, c.micro_batch, busiest_replica_ns(work, rank, c.dp, c.micro_batch, c.sharding, c.recompute)
-    )
+    busy = busiest_replica_ns(work, rank, c.dp, c.micro_batch, c.sharding, c.recompute)
+    ns_by_part[BUBBLES_PART] = 0 if ahead else pipeline_bubble_ns(rank, c.micro_batch, busy)
+    total = c.busy_ns if ahead else c.time_ns
     in_rounds = c.sharding == "zero3" or rank.cost.expert_replicas > 1
-    ns_by_part[GATHERS_PART if in_rounds else "other"] = c.time_ns - sum(ns_by_part.values())
+    ns_by_part[GATHERS_PART if in_rounds else "other"] = total - sum(ns_by_part.values())
     return {
-        name: ns
-        for name, ns in sorted(ns_by_part.items(), key=lambda part: -part[1])
-        if ns > c.time_ns // 1000
+        name: ns for name, ns in sorted(ns_by_part.items(), key=lambda part: -part[1]) if ns > total // 1000
     }
 
 

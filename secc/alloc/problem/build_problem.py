@@ -209,6 +209,7 @@ def _candidates_of_parts(
     capacity: int | None,
 ) -> Iterator[Candidate]:
     """Yields the candidates of one shape."""
+    cp_per = "micro_batch" if pins.deals_micro_batches(load.name) else "section"
     modes, size_of_replica = list_sharding_and_recompute(work, load, pins), shape.ranks
     replica = require_rank_load(work, load, shape, ranks)
     most = min(ranks // size_of_replica, work.global_batch)
@@ -235,7 +236,7 @@ def _candidates_of_parts(
                 for parts in list_backward_parts(load, shape, *mode, pins):
                     rank = work.rank_load(load, shape._replace(backward_parts=parts))
                     for c in price_fitting_candidates(work, rank, dp, size, *mode, capacity):
-                        yield replace(c, **limits)
+                        yield replace(c, cp_per=cp_per, **limits)
 
 
 def _micro_batch_limits(
@@ -278,6 +279,14 @@ def parallel_shapes(
         shapes = [s for s in shapes if can_exchange_heads(load.cost, s.tp, s.cp)]
         if not shapes:
             raise _refuse_head_exchange(load)
+    if pins.deals_micro_batches(load.name):
+        shapes = [s for s in shapes if s.cp > 1 and s.pp == 1]
+        if not shapes:
+            raise UserError(
+                f"{load.name}.cp_per=micro_batch is impossible: micro-batches are dealt to ranks of cp, which"
+                " must be above 1, and not to those of several stages",
+                remedy=f"set {load.name}.cp above 1 without pp, or leave it out",
+            )
     both_pinned = pins.pinned_number(load.name, "tp") and pins.pinned_number(load.name, "pp")
     return (
         shapes

@@ -25,7 +25,7 @@ from secc.alloc.problem.types import WHOLE, Candidate, ReplicaShape
 from secc.cluster import Cluster, Overheads
 from secc.cost.model import cp_scaling, roofline, tp_pp_scaling
 from secc.cost.model.collectives import RankSpan, span_of_consecutive_ranks
-from secc.cost.model.cost_expressions import scale_expression
+from secc.cost.model.cost_expressions import max_expr, scale_expression
 from secc.cost.model.expert_parallel_cost import cost_with_expert_parts, exchange_ns
 from secc.cost.model.memory import RankMemory, rank_memory
 from secc.cost.model.patterns_and_transfers import (
@@ -47,6 +47,7 @@ from secc.ir.analysis.tp_layouts import expert_counts
 from secc.ir.dialect.ops import GraphOp, SectionOp
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.plan.expr_eval import evaluate_expr, evaluate_expr_columns
+from secc.runtime.plan.schema import Cost
 
 # Attributes of a section: measured over modelled times in permille, written by `secc.driver.replan_from_run`.
 MEASURED_PERMILLE_ATTRIBUTES = ("forward_permille", "backward_permille")
@@ -535,7 +536,6 @@ def _make_candidate(
     alternating = in_flight_alternating(work, load, micro_batches)
     alternating_bytes = rank.total_bytes(alternating)
     bubble = pipeline_bubble_ns(load, size, busy)
-    in_lockstep = sharding == "zero3" or load.cost.expert_replicas > 1
     return Candidate(
         dp=dp,
         micro_batch=size,
@@ -555,7 +555,7 @@ def _make_candidate(
         ep=load.shape.ep,
         backward_parts=load.shape.backward_parts,
         sharding=sharding,
-        idle_ns=bubble if load.mode == "forward" and not in_lockstep else 0,
+        idle_ns=bubble if load.mode == "forward" else 0,
     )
 
 
@@ -795,6 +795,18 @@ def _micro_batch_times(
             load.spread.mean_ns(pattern.when, mean_sample_times[1]),
         )
     return load.cached_numbers[key]
+
+
+def undivided_cost(work: Workload, load: SectionLoad, c: Candidate) -> Cost:
+    """The cost of samples that one rank of cp computes whole. `load` is the section's. What it keeps includes
+    what it needs temporarily, and the tensors of edges of all samples that its replica computes meanwhile."""
+    whole = work.rank_load(load, c.shape._replace(cp=1))
+    span = _replica_span(work, work.rank_load(load, c.shape), c.dp)
+    times = micro_batch_time_expressions(work, whole, c.dp, c.sharding, c.recompute, span)
+    edges = [f"{1 + c.cp}*({text})" for text in _edge_size_expressions(work, load)]
+    working = max_expr([text for text in _working_expressions(whole, c.recompute) if text != "0"] or ["0"])
+    saved = " + ".join([whole.cost_under_recompute(c.recompute).saved, working, *edges])
+    return Cost(*times, label=whole.label, saved=saved)
 
 
 def memory_on_rank(

@@ -5,6 +5,7 @@ A plan's predicted step time comes from here, and so does the brute force that t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from secc.alloc.problem.types import Assignment, Candidate, Problem
@@ -22,8 +23,6 @@ class PlanValue:
 def evaluate_assignment(problem: Problem, assignment: Assignment) -> PlanValue:
     """Computes step time, ranks and memory of an assignment.
 
-    Sections that run ahead do so where no section on their ranks has a backward; the solver's model leaves
-    that out.
     Raises ValueError if it violates a constraint: excluded candidates, ranks, whole nodes, memory, deadline,
     or the strategy.
     """
@@ -35,9 +34,9 @@ def evaluate_assignment(problem: Problem, assignment: Assignment) -> PlanValue:
     work = dict.fromkeys(group.values(), 0)
     memory = dict.fromkeys(group.values(), 0)
     ranks = dict.fromkeys(group.values(), 0)
-    trained = {group[s] for s, c in chosen.items() if c.in_flight}
+    ahead = groups_that_run_ahead(chosen, group)
     for s, c in chosen.items():
-        work[group[s]] += c.time_ns - (c.idle_ns if group[s] not in trained else 0)
+        work[group[s]] += c.busy_ns if group[s] in ahead else c.time_ns
         memory[group[s]] += _section_bytes(problem, assignment, s, c)
         ranks[group[s]] = c.ranks
     ranks_used = sum(ranks.values())
@@ -50,6 +49,11 @@ def evaluate_assignment(problem: Problem, assignment: Assignment) -> PlanValue:
     if problem.deadline is not None and time_ns > problem.deadline:
         raise ValueError("a step takes longer than the deadline")
     return PlanValue(time_ns, ranks_used, memory)
+
+
+def groups_that_run_ahead(chosen: Mapping[str, Candidate], group: Mapping[str, str]) -> set[str]:
+    """Groups with work for the next step at the end of each step: all their sections run ahead."""
+    return {*group.values()} - {group[s] for s, c in chosen.items() if not c.runs_ahead}
 
 
 def _check_pools(problem: Problem, groups: dict[str, Candidate], memory: dict[str, int]) -> None:

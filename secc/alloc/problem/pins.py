@@ -16,6 +16,7 @@ PIN_WORDS = {
     "backward": ("whole", "split"),
     "norms": ("whole", "sequence"),
     "attention": ("gather", "ulysses"),
+    "cp_per": ("section", "micro_batch"),
 }
 EXPERT_LOAD = "expert_load"
 PIN_KEYS = (*PIN_NUMBERS, "with", *PIN_WORDS, EXPERT_LOAD)
@@ -82,6 +83,20 @@ class Pins:
                 f"{section}.backward=split is impossible: {reason}",
                 remedy=f"set {section}.pp above 1 without cp, or leave it out",
             )
+        return asked
+
+    def deals_micro_batches(self, section: str) -> bool:
+        """Whether a section's ranks of cp may each compute other samples of a micro-batch (dynamic cp).
+
+        Raises UserError for a section that is pinned to pipeline stages or to parts of experts.
+        """
+        asked = self.words.get(section, {}).get("cp_per") == "micro_batch"
+        for key in ("pp", "ep"):
+            if asked and (number := self.pinned_number(section, key) or 1) > 1:
+                raise UserError(
+                    f"{section}.cp_per=micro_batch is impossible: it cannot be combined with {key}={number}",
+                    remedy=f"leave {section}.{key} out, or set {section}.cp_per=section",
+                )
         return asked
 
     def splits_sequence(self, section: str) -> bool:

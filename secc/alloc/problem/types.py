@@ -35,8 +35,8 @@ class Candidate:
     samples.
 
       time_ns: work of the busiest rank in a step, gradient reduction and optimizer included.
-      idle_ns: the part of it in which stages without backward stand idle, which they do not if they run ahead
-          of the step.
+      idle_ns: the part of it in which stages stand idle unless they run ahead of the step.
+      runs_ahead: whether the section computes forwards of the next step, if all on its ranks do.
       fill_ns, drain_ns: forward and backward of one micro-batch through all stages.
       micro_batches: number of micro-batches that a replica runs.
       memory: bytes on a rank where backward follows forward (1F1B).
@@ -46,6 +46,8 @@ class Candidate:
       ep: number of parts that experts form, on the ranks that hold copies of the section.
       micro_batch_tokens: the most tokens of a micro-batch of several samples, 0 for any number; `micro_batch`
           are then the mean samples that they hold, and `sample_limit` is the most samples.
+      cp_per: what has one cp: the "section", or each "micro_batch", whose samples may then be dealt to its
+          ranks; `time_ns` counts all samples as divided.
       backward_parts: 2 where stages compute gradients of parameters apart, in idle time, else 1.
       kind: index of the device kind, or `ALL_KINDS`.
       excluded: the candidate must not be chosen (`exclude_candidates`).
@@ -69,10 +71,12 @@ class Candidate:
     kind: int = 0
     excluded: bool = False
     cp: int = 1
+    cp_per: str = "section"
     backward_parts: int = 1
     micro_batch_tokens: int = 0
     sample_limit: int = 0
     idle_ns: int = 0
+    runs_ahead: bool = False
 
     @property
     def most_samples(self) -> int:
@@ -105,9 +109,14 @@ class Candidate:
         return self.sharding == "zero3" or self.ep > self.tp
 
     @property
-    def work(self) -> int:
-        """Ns of all ranks together."""
-        return self.time_ns * self.ranks
+    def busy_ns(self) -> int:
+        """Work of the busiest rank in a step, without idle time."""
+        return self.time_ns - self.idle_ns
+
+    @property
+    def least_work(self) -> int:
+        """Ns of all ranks together, without idle time."""
+        return self.busy_ns * self.ranks
 
     @property
     def width(self) -> int:

@@ -66,6 +66,25 @@ def in_flight_limit(
     )
 
 
+def undivided_limit(
+    work: Workload, asked: Problem, assignment: Assignment, value: PlanValue, section: str, prefetched: int
+) -> int:
+    """Bytes that a rank of cp may need for samples that it computes whole: its room in flight; without a
+    backward what the largest sample needs, and an equal share of the memory that its rank has left besides
+    `prefetched` bytes, if no section there has a backward."""
+    if room := in_flight_limit(work, asked, assignment, value, section).size_bytes:
+        return room
+    group, c = assignment.group, asked.sections[section][assignment.choice[section]]
+    own = work.for_kind(c.kind)
+    rank = candidate_memory(own, own.rank_load(own.loads[section], c.shape), c)
+    needed = rank.activation_bytes(1) + rank.working
+    together = [s for s in group if group[s] == group[section]]
+    if any(own.loads[s].mode != "forward" for s in together):
+        return needed
+    free_bytes = own.cluster.device.usable_memory - value.memory[group[section]] - prefetched
+    return needed + max(0, free_bytes) // len(together)
+
+
 def in_flight_bytes(work: Workload, rank: RankMemory, in_flight: int, others: int, holders: int) -> int:
     """Bytes for `in_flight` micro-batches, plus an equal share, for each of `holders` sections, of the
     memory left on a rank where other sections use `others` bytes."""

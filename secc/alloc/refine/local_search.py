@@ -16,7 +16,7 @@ one. Estimates and evaluations run on all cores.
 
 Under ZeRO-3 replicas wait for each other in every micro-batch, and on shared ranks for other sections; closed
 forms do not price that, and such steps take up to twice the predicted time. So do steps of sections without
-backward that divide experts over replicas: they deliver in rounds, and cannot run ahead. The solver's best
+backward that divide experts over replicas and cannot run ahead: they deliver in rounds. The solver's best
 plan is therefore evaluated with and without such choices, and neighbours are without.
 
 As in the solver, replicas of several ranks have to be faster by a margin. Effort is counted in tasks and
@@ -32,7 +32,7 @@ from functools import cached_property
 from itertools import compress, islice, product
 
 from secc import process_map
-from secc.alloc.problem.closed_form import evaluate_assignment
+from secc.alloc.problem.closed_form import evaluate_assignment, groups_that_run_ahead
 from secc.alloc.problem.types import Assignment, Candidate, Problem, exclude_candidates
 from secc.alloc.refine.schedule_evaluation import (
     MIN_PARALLEL_TASKS,
@@ -427,14 +427,14 @@ class _LocalSearch:
 
         def total_ns(option: Assignment) -> int:
             chosen = {s: self.problem.sections[s][i] for s, i in option.choice.items()}
-            trained = {option.group[s] for s, c in chosen.items() if c.in_flight}
-            return sum(c.time_ns - c.idle_ns * (option.group[s] not in trained) for s, c in chosen.items())
+            ahead = groups_that_run_ahead(chosen, option.group)
+            return sum(c.busy_ns if option.group[s] in ahead else c.time_ns for s, c in chosen.items())
 
         return sorted(options, key=total_ns)
 
 
 def _delivers_in_rounds(c: Candidate) -> bool:
-    return c.sharding == "zero3" or (c.in_flight == 0 and c.runs_in_lockstep)
+    return c.sharding == "zero3" or (c.in_flight == 0 and c.runs_in_lockstep and not c.runs_ahead)
 
 
 def _plan_key(a: Assignment) -> PlanKey:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from math import ceil
 
 from secc.alloc.problem.candidates import Workload
-from secc.alloc.problem.closed_form import PlanValue
+from secc.alloc.problem.closed_form import PlanValue, groups_that_run_ahead
 from secc.alloc.problem.size_spread import PERMILLE
 from secc.alloc.problem.types import AllocEdge, Assignment, Candidate, Problem
 from secc.cost.model.patterns_and_transfers import micro_batch_sizes
@@ -66,11 +66,14 @@ def prefetchable_sections(work: Workload) -> set[str]:
 
 def with_prefetch_buffers(asked: Problem, work: Workload, size: int | None) -> Problem:
     """Problem in which prefetching sections hold `size` more bytes and consumers do not wait for their
-    first micro-batch. Stages of other sections stand idle."""
+    first micro-batch. Stages of other sections stand idle, and `idle_ns` is 0 for them."""
     ahead = prefetchable_sections(work) if size != 0 else set[str]()
-    sections = {
-        s: cs if s in ahead else tuple(replace(c, idle_ns=0) for c in cs) for s, cs in asked.sections.items()
-    }
+
+    def mark_candidate(section: str, c: Candidate) -> Candidate:
+        runs_ahead = section in ahead and c.sharding != "zero3"
+        return replace(c, runs_ahead=runs_ahead, idle_ns=c.idle_ns if runs_ahead else 0)
+
+    sections = {s: tuple(mark_candidate(s, c) for c in cs) for s, cs in asked.sections.items()}
     asked = replace(asked, sections=sections)
     return replace(
         asked,
@@ -83,8 +86,7 @@ def with_prefetch_buffers(asked: Problem, work: Workload, size: int | None) -> P
 
 def _edge_with_buffer(edge: AllocEdge, candidates: tuple[Candidate, ...], size: int) -> AllocEdge:
     latency = (
-        ns if c.runs_in_lockstep else ns - c.fill_ns
-        for ns, c in zip(edge.latency_ns, candidates, strict=True)
+        ns - c.fill_ns if c.runs_ahead else ns for ns, c in zip(edge.latency_ns, candidates, strict=True)
     )
     return replace(edge, sent_bytes=tuple(b + size for b in edge.sent_bytes), latency_ns=tuple(latency))
 
@@ -97,16 +99,13 @@ def choose_prefetch_memory(
     `size` is what the user asked for, None for `auto`. Raises UserError if bytes are asked for and no section
     can prefetch.
     """
-    group, ahead = assignment.group, prefetchable_sections(work)
-    unusable_groups = {group[s] for s in group if s not in ahead}
+    group = assignment.group
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
-    # Replicas in lockstep cannot run ahead of each other.
-    unusable_groups |= {group[s] for s in ahead if chosen[s].runs_in_lockstep}
+    usable_groups = groups_that_run_ahead(chosen, group)
     prefetching = {
         s
-        for s in ahead
-        if group[s] not in unusable_groups
-        and any(e.src == s and group[e.dst] != group[s] for e in asked.edges)
+        for s in chosen
+        if group[s] in usable_groups and any(e.src == s and group[e.dst] != group[s] for e in asked.edges)
     }
     if not prefetching and size:
         message = (

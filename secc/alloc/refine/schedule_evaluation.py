@@ -27,12 +27,13 @@ from secc.alloc.problem.candidates import (
     candidate_memory,
     gradient_and_optimizer_ns,
     micro_batch_time_expressions,
+    undivided_cost,
     weight_gradient_permille,
 )
 from secc.alloc.problem.closed_form import evaluate_assignment as value
 from secc.alloc.problem.types import Assignment, Candidate, Problem
 from secc.alloc.refine import prefetch_memory as ahead
-from secc.alloc.refine.in_flight_limits import InFlightLimit, in_flight_limit
+from secc.alloc.refine.in_flight_limits import InFlightLimit, in_flight_limit, undivided_limit
 from secc.cluster import GIB
 from secc.cost.model import roofline
 from secc.cost.model.patterns_and_transfers import (
@@ -49,7 +50,7 @@ from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.replica_routes import ranks_by_replica
 from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
-from secc.runtime.plan.step_program import SampleMeta, replica_first_ranks
+from secc.runtime.plan.step_program import SampleMeta, gather_rounds, replica_first_ranks
 from secc.runtime.schedule.scheduler import ScheduleCandidate as Order
 from secc.runtime.schedule.scheduler import find_candidate
 
@@ -134,8 +135,19 @@ class PlanEvaluator:
             replace(self.problem, capacity=UNLIMITED_BYTES, pools=(), deadline=None), assignment
         )
         limit_of = partial(in_flight_limit, self.work, self.problem, assignment, closed_form)
+        prefetch_bytes, _ = ahead.choose_prefetch_memory(
+            self.work, self.problem, assignment, closed_form, self.run_ahead
+        )
+        whole_limit = partial(undivided_limit, self.work, self.problem, assignment, closed_form)
         stages = {
-            s: self._build_stages(s, c, ranks[group[s]], partial(limit_of, s)) for s, c in chosen.items()
+            s: self._build_stages(
+                s,
+                c,
+                ranks[group[s]],
+                partial(limit_of, s),
+                whole_limit(s, prefetch_bytes) if c.cp_per == "micro_batch" else 0,
+            )
+            for s, c in chosen.items()
         }
         edges = [
             Edge(
@@ -156,9 +168,6 @@ class PlanEvaluator:
                 Edge(f"{a.name} to {b.name}", a.name, b.name, "int8", ("0",), -1, "", returns_gradient)
                 for a, b in pairwise(own_stages)
             ]
-        prefetch_bytes, _ = ahead.choose_prefetch_memory(
-            self.work, self.problem, assignment, closed_form, self.run_ahead
-        )
         graph = self.work.graph
         symbols = tuple(
             Symbol(n, s.kind.data, s.key.data, s.dim.data)
@@ -185,7 +194,12 @@ class PlanEvaluator:
         )
 
     def _build_stages(
-        self, section: str, c: Candidate, ranks: Sequence[int], room_at: Callable[[int], InFlightLimit]
+        self,
+        section: str,
+        c: Candidate,
+        ranks: Sequence[int],
+        room_at: Callable[[int], InFlightLimit],
+        undivided_bytes: int,
     ) -> list[Section]:
         """Stages of a section, or the section itself without a pipeline."""
         work, load = self._rank_load(section, c)
@@ -218,6 +232,11 @@ class PlanEvaluator:
                 in_flight=limit.in_flight,
                 room_bytes=limit.size_bytes,
                 weight_permille=later if i or awaited else 0,
+                cp_per=c.cp_per,
+                undivided=undivided_cost(work, work.loads[section], c)
+                if c.cp_per == "micro_batch"
+                else Cost(),
+                undivided_bytes=undivided_bytes,
             )
             stages.append(
                 replace(stage, name=f"{section} {i}", pipeline=section, stage=i) if c.pp > 1 else stage
@@ -308,11 +327,16 @@ class PlanEvaluator:
             forward, _ = PredictedCosts(plan, batch).micro_batch_times(
                 s, [micros[m].samples for m in prefetched]
             )
-            for m, ns in zip(prefetched, forward, strict=True):
-                rank = replica_first_ranks(s)[micros[m].replica]
-                free[rank] = stage_passed[s.user_section_name, m] = (
-                    max(free[rank], stage_passed.get((s.user_section_name, m), 0)) + ns
+            forward_ns = dict(zip(prefetched, forward, strict=True))
+            rounds, ranks = gather_rounds([s], {s.name: micros}), replica_first_ranks(s)
+            for together in dict.fromkeys(rounds.get((s.name, m), (micros[m],)) for m in prefetched):
+                start = max(
+                    max(free[ranks[m.replica]], stage_passed.get((s.user_section_name, m.index), 0))
+                    for m in together
                 )
+                end = start + max(forward_ns[m.index] for m in together)
+                free |= {ranks[m.replica]: end for m in together}
+                stage_passed |= {(s.user_section_name, m.index): end for m in together}
             ends_by_section[s.name] = free
         return ends_by_section
 

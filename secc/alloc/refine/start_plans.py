@@ -6,8 +6,6 @@ What closed forms misjudge differs from kind to kind, so these plans may be bett
   shared devices stages wait longer than closed forms say.
 - All sections on all devices with the same number of replicas: samples stay where they are, and no replica
   waits for another one.
-- Every section apart, with frozen pipelines that never stand idle: on ranks of their own they run ahead of
-  the step (`runtime/schedule/cross_step_prefetch.py`), which the solver does not know.
 - The pipeline on most ranks in two and four times as many stages: one very long sample delays its replica,
   and fewer replicas with more stages suffer less from that.
 - Without sections that use their in-flight budget in several rounds, also where all are apart, because the
@@ -59,8 +57,6 @@ class _StartSolver:
 
     def plans_by_strategy(self, problem: Problem, best: Assignment) -> Iterator[Assignment]:
         """Yields the start plans that all searches have."""
-        if len(problem.sections) > 1 and problem.strategy in {"auto", "apart"}:
-            yield from self._plans_that_run_ahead(replace(problem, strategy="apart"))
         if problem.strategy != "auto" or len(problem.sections) < 2:
             return
         groups = len(set(best.group.values()))
@@ -83,17 +79,6 @@ class _StartSolver:
                 yield from () if narrow_plan is None else (narrow_plan,)
         yield from self._equal_replica_plans(replace(problem, strategy="colocate"))
         yield from self._plans_with_more_stages(problem, best)
-
-    def _plans_that_run_ahead(self, apart: Problem) -> Iterator[Assignment]:
-        """Yields the best plan in which frozen pipelines are always at work, if there are any."""
-        if not any(c.idle_ns for candidates in apart.sections.values() for c in candidates):
-            return
-        always_busy = {
-            s: tuple(replace(c, time_ns=c.time_ns - c.idle_ns) for c in candidates)
-            for s, candidates in apart.sections.items()
-        }
-        plan = self.solve_within_limit(replace(apart, sections=always_busy))
-        yield from () if plan is None else (plan,)
 
     def _plans_with_more_stages(self, problem: Problem, best: Assignment) -> Iterator[Assignment]:
         """Yields plans in which the pipeline on most ranks has more stages; other sections run as in the

@@ -12,6 +12,8 @@
       a[u,s]   0/1: u and s are in different groups, for each edge
       R[g]     ranks of group g
       W[g]     work of group g in a step
+      F[g]     0/1: all sections of group g run ahead of the step
+      I[s]     idle time of section s that running ahead avoids
       D[s]     time that section s waits at the start and the end of a step for sections elsewhere
       T        step time
       K        bytes on the fullest rank
@@ -20,7 +22,8 @@
       sum_c x[s,c] = 1,  sum_g y[s,g] = 1,  y[s,g] <= y[g,g]                                _add_choice
       y[s,g] => R[g] = r[s],  not y[g,g] => R[g] = 0,  sum_g R[g] <= N, whole nodes         _add_ranks
       the same for the ranks of each kind of device, and each kind's memory                 _add_pools
-      W[g] = sum of w[s] over s in g,  sum of w[s] r[s] over S <= N T                       _add_work
+      W[g] = sum of w[s] - I[s] over s in g,  sum of (w[s] - i[s]) r[s] over S <= N T       _add_work
+      I[s] <= i[s],  F[g] = 0 and y[s,g] => I[s] = 0,  y[s,g] and not f[s] => F[g] = 0  _add_running_ahead
       sum of m[s] over s in g <= K; m'[s] for m[s] where a[s,t] for some t; messages where a  _add_memory
       a[u,s] = 1 iff no group holds both                                                    _add_separation
       D[s] >= D[u] + a[u,s] (latency[u] - independent[s] + message[s]),  D[s] >= 0          _add_delays
@@ -30,7 +33,8 @@
                                                                                             _add_rounds
       strategy and `together`                                                               _add_strategy
 
-  where r, w, m, latency, ... of a section stand for their sums over c weighted with x[s,c].
+  where r, w, m, i (idle time), f (0/1: it can run ahead), latency, ... of a section stand for their sums over
+  c weighted with x[s,c].
 
 Objective: the least T under K <= capacity, among equals the fewest ranks, then the plainest candidates. With
 a deadline: the fewest ranks under T <= deadline, among equals the least T. `solve_least_memory` minimises K,
@@ -192,7 +196,7 @@ def _time_unit(problem: Problem) -> int:
 
 def _coarsen_problem(problem: Problem) -> Problem:
     """Problem in time units in which the largest work is at most `TIME_RESOLUTION`; times are rounded up,
-    bytes to whole MiB, and no section runs ahead."""
+    and bytes to whole MiB."""
     unit = _time_unit(problem)
 
     def round_up(ns: int) -> int:
@@ -205,7 +209,7 @@ def _coarsen_problem(problem: Problem) -> Problem:
         return replace(
             c,
             time_ns=round_up(c.time_ns),
-            idle_ns=0,
+            idle_ns=round_up(c.time_ns) - round_up(c.busy_ns),
             memory=_mebibytes(c.memory) << 20,
             memory_ahead=_mebibytes(c.memory_ahead) << 20,
         )
@@ -255,6 +259,7 @@ class AllocationModel:
         for family in (
             self._add_choice,
             self._add_ranks,
+            self._add_running_ahead,
             self._add_work,
             self._add_separation,
             self._add_memory,
@@ -336,10 +341,30 @@ class AllocationModel:
         self.cp.add(used <= per_node).only_enforce_if(several.negated())
         self.cp.add(used == per_node * nodes).only_enforce_if(several)
 
+    def _add_running_ahead(self) -> None:
+        # I[s] is only bounded from above: a larger one never makes a step longer.
+        longest = {s: max(c.idle_ns for c in cs) for s, cs in self.problem.sections.items()}
+        ahead = {g: self.cp.new_bool_var(f"F[{g}]") for g in self.names} if any(longest.values()) else {}
+        self.avoided_idle = {s: self.cp.new_int_var(0, ns, f"I[{s}]") for s, ns in longest.items() if ns}
+        for s, avoided in self.avoided_idle.items():
+            self.cp.add(avoided <= self._chosen_field(s, "idle_ns"))
+        for (s, g), member in self.y.items() if ahead else ():
+            self.cp.add(self._chosen_field(s, "runs_ahead") >= ahead[g]).only_enforce_if(member)
+            if s in self.avoided_idle:
+                self.cp.add(self.avoided_idle[s] == 0).only_enforce_if([member, ahead[g].negated()])
+
     def _add_work(self) -> None:
-        self._sum_over_groups("time_ns", self.work)
+        parts: dict[str, list[Any]] = {g: [] for g in self.names}
+        for (s, g), member in self.y.items():
+            part = self.cp.new_int_var(0, max(c.time_ns for c in self.problem.sections[s]), f"w[{s},{g}]")
+            work = self._chosen_field(s, "time_ns") - self.avoided_idle.get(s, 0)
+            self.cp.add(part == work).only_enforce_if(member)
+            self.cp.add(part == 0).only_enforce_if(member.negated())
+            parts[g].append(part)
+        for g, total in self.work.items():
+            self.cp.add(total == sum(parts[g]))
         # Implied by the other constraints, but it bounds T in the linear relaxation, which they hardly do.
-        self.cp.add(self.sum_over_sections("work") <= self.problem.ranks * self.step_time)
+        self.cp.add(self.sum_over_sections("least_work") <= self.problem.ranks * self.step_time)
 
     def _add_memory(self) -> None:
         """Counts bytes as MiB, rounded up for each candidate."""
@@ -401,18 +426,6 @@ class AllocationModel:
                 ).only_enforce_if(apart)
             total, most = total + messages, most + max(held)
         return total, most
-
-    def _sum_over_groups(self, name: str, totals: dict[str, cp_model.IntVar]) -> None:
-        parts: dict[str, list[Any]] = {g: [] for g in self.names}
-        for (s, g), member in self.y.items():
-            part = self.cp.new_int_var(
-                0, max(getattr(c, name) for c in self.problem.sections[s]), f"{name}[{s},{g}]"
-            )
-            self.cp.add(part == self._chosen_field(s, name)).only_enforce_if(member)
-            self.cp.add(part == 0).only_enforce_if(member.negated())
-            parts[g].append(part)
-        for g, total in totals.items():
-            self.cp.add(total == sum(parts[g]))
 
     def _add_separation(self) -> None:
         # both[g] = y[u,g] and y[s,g]. It is 1 for at most one g, so apart = 1 - sum of both.

@@ -145,7 +145,7 @@ def _improve_assignment(problem: Problem, a: Assignment) -> tuple[int, Assignmen
     while True:
         current = a
         for s, i in _single_changes(problem, current):
-            if problem.sections[s][i].time_ns >= best:
+            if problem.sections[s][i].busy_ns >= best:
                 continue
             changed = replace(current, choice={**current.choice, s: i})
             try:

@@ -22,8 +22,8 @@ MAX_GROUPED_SECTIONS = 10  # ten sections have about a thousand subsets
 
 
 class SectionOption(NamedTuple):
-    """A candidate of a section in a group: the work that it adds, this work with the least wait of the
-    group, its bytes, and its index."""
+    """A candidate of a section in a group: the work that it adds at least, this work with the least wait of
+    the group, its bytes, and its index."""
 
     work: int
     time: int
@@ -63,7 +63,7 @@ class GroupBounds:
         self.usable_bytes = {
             (c.ranks, c.kind): problem.usable_bytes(c) for cs in problem.sections.values() for c in cs
         }
-        self._cached_options: dict[tuple[str, ...], Mapping[DeviceKey, Sequence[SectionOption]]] = {}
+        self._cached_options: dict[tuple[object, ...], Mapping[DeviceKey, Sequence[SectionOption]]] = {}
         allowed = filter(self._is_allowed, range(1, self.all_sections + 1))
         self.by_sections = {mask: groups for mask in allowed if (groups := [*self._feasible_groups(mask)])}
 
@@ -98,6 +98,7 @@ class GroupBounds:
     def _feasible_groups(self, mask: int) -> Iterator[SectionGroup]:
         """Yields the groups of these sections, one for each number and kind of ranks."""
         names = [s for i, s in enumerate(self.names) if mask >> i & 1]
+        ahead = all(any(c.runs_ahead for c in self.problem.sections[s]) for s in names)
         own = [
             self._section_options(
                 s,
@@ -106,6 +107,7 @@ class GroupBounds:
                     for e in self.problem.edges
                     if s in (e.src, e.dst) and (e.src in names) != (e.dst in names)
                 ],
+                ahead,
             )
             for s in names
         ]
@@ -119,16 +121,17 @@ class GroupBounds:
                     yield SectionGroup(key, sections, work, memory)
 
     def _section_options(
-        self, section: str, leaving: Sequence[AllocEdge]
+        self, section: str, leaving: Sequence[AllocEdge], ahead: bool
     ) -> Mapping[DeviceKey, Sequence[SectionOption]]:
-        """Options of a section in a group that the edges `leaving` leave."""
-        cache_key = section, *(end for e in leaving for end in (e.src, e.dst))
+        """Options of a section in a group that the edges `leaving` leave. `ahead`: whether the group may run
+        ahead of the step."""
+        cache_key = section, ahead, *(end for e in leaving for end in (e.src, e.dst))
         if cache_key in self._cached_options:
             return self._cached_options[cache_key]
         options, least = defaultdict[DeviceKey, list[SectionOption]](list), self._least_waits
         sent, received = [e for e in leaving if e.src == section], [e for e in leaving if e.dst == section]
         for i, c in enumerate(self.problem.sections[section]):
-            memory = c.memory_ahead if sent else c.memory
+            work, memory = c.busy_ns if ahead else c.time_ns, c.memory_ahead if sent else c.memory
             memory += sum(e.sent_bytes[i] for e in sent) + sum(e.returned_bytes[i] for e in received)
             delay = max(
                 [0, *(least[e.src, e.dst][0] - e.independent_ns[i] + e.message_ns[i] for e in received)]
@@ -139,12 +142,10 @@ class GroupBounds:
             )
             if (
                 not c.excluded
-                and max(c.time_ns + hidden, rounds) + delay <= self.time_limit
+                and max(work + hidden, rounds) + delay <= self.time_limit
                 and memory <= self.usable_bytes[c.ranks, c.kind]
             ):
-                options[c.ranks, c.kind].append(
-                    SectionOption(c.time_ns, c.time_ns + delay + hidden, memory, i)
-                )
+                options[c.ranks, c.kind].append(SectionOption(work, work + delay + hidden, memory, i))
         self._cached_options[cache_key] = options
         return options
 

@@ -40,7 +40,7 @@ def prune_by_step_time(problem: Problem, most: int) -> Subproblem | None:
     """Removes candidates that no step of at most `most` ns can have, and excluded ones. None if a section
     has none left."""
     if len(problem.sections) > MAX_GROUPED_SECTIONS:
-        return keep_candidates(problem, lambda c: c.time_ns <= most and not c.excluded)
+        return keep_candidates(problem, lambda c: c.busy_ns <= most and not c.excluded)
     places = GroupBounds(problem, most).remaining_candidates()
     return _restrict_problem(problem, places) if all(places.values()) else None
 

@@ -145,7 +145,8 @@ class PatternOp(LineOp):
 @irdl_op_definition
 class KeyOp(LineOp):
     """A key of the collated batch: its type over symbols; `pads` lists "dim side value" for dims that
-    `collate` pads."""
+    `collate` pads; a row has several values, with commas, and
+    "next" goes on counting."""
 
     name = "sec.key"
     key = prop_def(StringAttr)

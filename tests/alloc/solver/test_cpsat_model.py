@@ -40,17 +40,22 @@ def test_solver_agrees_with_brute_force(problem: Problem) -> None:
 
 
 def test_a_frozen_pipeline_is_never_idle_on_ranks_of_its_own() -> None:
-    """The solver prices it as if it were, and the value of its plan does not."""
-    teacher = Candidate(dp=1, micro_batch=1, time_ns=100, idle_ns=30, pp=2, micro_batches=4)
+    """So the slower of two teachers is the faster one there, also within a deadline."""
+    teacher = Candidate(dp=1, micro_batch=1, time_ns=100, idle_ns=30, runs_ahead=True, pp=2, micro_batches=4)
+    flat = replace(teacher, time_ns=90, idle_ns=0)
     student = Candidate(dp=2, micro_batch=1, time_ns=80, micro_batches=4, in_flight=4)
-    problem = Problem({"teacher": (teacher,), "student": (student,)}, (), ranks=4, capacity=GIB)
+    problem = Problem({"teacher": (teacher, flat), "student": (student,)}, (), ranks=4, capacity=GIB)
     choice = {"teacher": 0, "student": 0}
     apart = Assignment(choice, {"teacher": "teacher", "student": "student"})
     together = Assignment(choice, {"teacher": "teacher", "student": "teacher"})
     assert evaluate_assignment(problem, apart).time_ns == 80
     assert evaluate_assignment(problem, together).time_ns == 180
-    found = solve_allocation(problem)
-    assert found is not None and (found.assignment, found.time_ns) == (apart, 80)
+    for deadline in None, 80:
+        found = solve_allocation(replace(problem, deadline=deadline))
+        assert found is not None and (found.assignment, found.time_ns) == (apart, 80)
+    idle = {"teacher": (replace(teacher, runs_ahead=False), flat), "student": (student,)}
+    found = solve_allocation(replace(problem, sections=idle))
+    assert found is not None and (found.assignment.choice["teacher"], found.time_ns) == (1, 90)
 
 
 @settings(max_examples=120, deadline=None)

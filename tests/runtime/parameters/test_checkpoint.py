@@ -14,7 +14,7 @@ from secc.runtime.parameters import checkpoint, sliced_tensor_store
 from secc.runtime.parameters.checkpoint_folder import find_checkpoint, read_manifest
 from secc.runtime.training.options import parse_options
 from secc.runtime.training.rank_context import RankContext
-from tests.runtime.captioner_plans import ALONE, APART, UNEVEN, reference, write_plan
+from tests.runtime.captioner_plans import ALONE, APART, FIXTURE, UNEVEN, reference, write_plan
 from tests.runtime.fixtures.captioner.sections import terms
 from tests.runtime.train_captioner import metrics, train
 
@@ -71,6 +71,63 @@ def test_resuming_under_another_plan(unbroken: Path, tmp_path: Path) -> None:
     assert [row["loss"] for row in metrics(tmp_path / "plan")] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("names", "before", "now", "rate", "steps_of_state"),
+    [
+        (["optimizer"], "lr=1e-2", "lr=1e-3, betas=(0.8, 0.9)", 1e-3 * 0.9**5, {6.0}),
+        (
+            ["scheduler"],
+            "ExponentialLR(optimizer, 0.9)",
+            "ExponentialLR(optimizer, 0.5)",
+            1e-2 * 0.5**5,
+            {6.0},
+        ),
+        (["scheduler"], "return torch.optim.lr_scheduler", "return None and torch", 1e-2, {6.0}),
+        (["optimizer"], "AdamW(params, lr=1e-2", "SGD(params, lr=1e-3", 1e-3 * 0.9**5, set[float]()),
+    ],
+    ids=["another rate", "another schedule", "no schedule", "another class"],
+)
+def test_what_may_change_is_as_in_the_model_file(
+    unbroken: Path,
+    tmp_path: Path,
+    names: list[str],
+    before: str,
+    now: str,
+    rate: float,
+    steps_of_state: set[float],
+) -> None:
+    """The optimizer's states stay, also on other ranks, unless it is another optimizer."""
+    source = (FIXTURE / "model.py").read_text()
+    assert source.count(before) == 1
+    write_plan(tmp_path / "plan", APART, source=source.replace(before, now))
+    allowed = [word for name in names for word in ("--allow-change", name)]
+    resume = ["--resume", str(unbroken / "saved" / "step_00000005"), "--clip", "1"]
+    train(tmp_path / "plan", APART, 6, *resume, *allowed, "--save", str(tmp_path / "saved"))
+    assert metrics(tmp_path / "plan")[-1]["learning_rate"] == pytest.approx(rate)
+    saved = find_checkpoint(tmp_path / "saved").files
+    keys = sliced_tensor_store.stored_entries(saved)
+    counts = {key: torch.empty(()) for key in keys if key.endswith("/step")}
+    groups: dict[str, Any] = {key: None for key in keys if key.startswith("groups/")}
+    sliced_tensor_store.read_entries(saved, counts | groups, alone=True)
+    assert {float(count) for count in counts.values()} == steps_of_state
+    if "betas" in now:
+        sliced_tensor_store.read_entries(saved, groups, alone=True)
+        assert all(options["betas"] == (0.8, 0.9) for ranks in groups.values() for _, options in ranks)
+
+
+def test_a_schedule_is_compared_where_rank_0_trains_nothing(
+    unbroken: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layout = {"encoder": (1,), "teacher": (0,), "decoder": (1,)}
+    source = (
+        (FIXTURE / "model.py").read_text().replace("ExponentialLR(optimizer, 0.9)", "StepLR(optimizer, 2)")
+    )
+    write_plan(tmp_path / "plan", layout, source=source)
+    with pytest.raises(AssertionError, match="failed"):
+        train(tmp_path / "plan", layout, 6, "--resume", str(unbroken / "saved/step_00000005"), "--clip", "1")
+    assert "scheduler of the run have changed: ExponentialLR(" in capfd.readouterr().err
+
+
 def test_full_state_dict_equals_plain_pytorch(tmp_path: Path) -> None:
     plain = reference(2)
     write_plan(tmp_path / "plan", UNEVEN)
@@ -116,9 +173,8 @@ def test_resuming_a_finished_run_is_rejected(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     write_plan(tmp_path / "plan", ALONE)
     with pytest.raises(UserError, match="step 10, so --steps 5 leaves nothing to do"):
-        RankContext(
-            tmp_path / "plan", parse_options(["--steps", "5", "--resume", str(unbroken / "saved")]), terms
-        )
+        options = parse_options(["--steps", "5", "--resume", str(unbroken / "saved")])
+        RankContext(tmp_path / "plan", options, terms)  # pyright: ignore[reportArgumentType]
 
 
 def test_one_command_serves_first_start_and_restart(
@@ -147,7 +203,8 @@ def test_the_folder_of_another_run_is_not_written(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     write_plan(tmp_path / "plan", ALONE)
     with pytest.raises(UserError, match="holds checkpoints of another run"):
-        RankContext(tmp_path / "plan", parse_options(["--save", str(unbroken / "saved")]), terms)
+        options = parse_options(["--save", str(unbroken / "saved")])
+        RankContext(tmp_path / "plan", options, terms)  # pyright: ignore[reportArgumentType]
 
 
 def assert_same_contents(a: Path, b: Path) -> None:

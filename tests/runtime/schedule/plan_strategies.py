@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -15,18 +17,20 @@ KEYS = ("images", "audio")
 
 
 def make_section(
-    name,
-    ranks,
+    name: str,
+    ranks: Iterable[int],
     *,
-    when=(),
-    mode="train",
-    micro_batch=1,
-    forward="100*B",
-    backward="200*B",
-    tp=1,
-    sharding="none",
-):
-    mesh = Mesh(tuple(ranks), len(ranks) // tp, 1, tp)
+    when: Iterable[str] = (),
+    mode: str = "train",
+    micro_batch: int = 1,
+    forward: str = "100*B",
+    backward: str = "200*B",
+    tp: int = 1,
+    cp: int = 1,
+    sharding: str = "none",
+) -> Section:
+    ranks = tuple(ranks)
+    mesh = Mesh(ranks, len(ranks) // (tp * cp), 1, tp, cp)
     return Section(
         name,
         "",
@@ -41,7 +45,9 @@ def make_section(
     )
 
 
-def make_stages(name, ranks, *, in_flight=(), **options):
+def make_stages(
+    name: str, ranks: Sequence[Iterable[int]], *, in_flight: Sequence[int] = (), **options: Any
+) -> list[Section]:
     """Returns the stages of a pipeline; `ranks` and `in_flight` have each stage's ranks and in-flight
     limit.
     """
@@ -53,7 +59,7 @@ def make_stages(name, ranks, *, in_flight=(), **options):
     ]
 
 
-def stage_edges(pipeline, grad=True):
+def stage_edges(pipeline: Sequence[Section], grad: bool = True) -> list[Edge]:
     """Returns the edges between a pipeline's stages."""
     return [
         Edge(f"{a.name}_out", a.name, b.name, "float32", ("B", "S", "8"), -1, "", grad)
@@ -61,11 +67,13 @@ def stage_edges(pipeline, grad=True):
     ]
 
 
-def make_edge(src, dst, *, grad=True, name=""):
+def make_edge(src: str, dst: str, *, grad: bool = True, name: str = "") -> Edge:
     return Edge(name or f"{src}_to_{dst}", src, dst, "float32", ("B", "8"), 0, "1", grad)
 
 
-def make_plan(sections, edges, world_size, widths="own"):
+def make_plan(
+    sections: Iterable[Section], edges: Iterable[Edge], world_size: int, widths: str = "own"
+) -> Plan:
     return Plan(
         PLAN_VERSION,
         "",
@@ -85,14 +93,14 @@ def make_plan(sections, edges, world_size, widths="own"):
     )
 
 
-def with_prefetch_memory_for(p, samples):
+def with_prefetch_memory_for(p: Plan, samples: int) -> Plan:
     """Returns the plan with prefetch memory on each rank for the results of `samples` samples on `make_edge`
     edges.
     """
     return dataclasses.replace(p, run_ahead_gib=samples * 32 / 2**30)
 
 
-def make_sample(i, *keys, images=1, length=10):
+def make_sample(i: int, *keys: str, images: int = 1, length: int = 10) -> SampleMeta:
     return SampleMeta(i, frozenset(keys), {"B": 1, "S": length, "I": images if "images" in keys else 0})
 
 
@@ -100,13 +108,23 @@ cost_texts = st.sampled_from(["0", "7*B", "B*S", "5*I + 3*S", "max(B*S, 40)"])
 
 
 @st.composite
-def with_memory_bound(draw, section):
+def with_memory_bound(draw: st.DrawFn, section: Section) -> Section:
     """Draws a section with or without a limit on the bytes that its micro-batches save."""
     cost = dataclasses.replace(section.cost, saved="3*B + 5*I")
     return dataclasses.replace(section, cost=cost, room_bytes=draw(st.sampled_from([0, 0, 9, 40])))
 
 
-def with_expert_parts(draw, made):
+@st.composite
+def with_dealt_samples(draw: st.DrawFn, section: Section) -> Section:
+    """Draws a section whose samples are divided over its ranks of cp, or may be dealt to them."""
+    if section.mesh.cp == 1 or section.mesh.ep > 1 or draw(st.booleans()):
+        return section
+    undivided = Cost(draw(cost_texts), draw(cost_texts), saved="10*B*S")
+    limit = draw(st.sampled_from([0, 100, 300, 1 << 40]))
+    return dataclasses.replace(section, cp_per="micro_batch", undivided=undivided, undivided_bytes=limit)
+
+
+def with_expert_parts(draw: st.DrawFn, made: Sequence[Section]) -> list[Section]:
     """Returns the stages of a section, some with experts divided among groups of replicas."""
     mesh = made[0].mesh
     together = draw(st.sampled_from([1, 1, *(n for n in range(2, mesh.dp + 1) if mesh.dp % n == 0)]))
@@ -115,10 +133,10 @@ def with_expert_parts(draw, made):
 
 
 @st.composite
-def random_pipelines(draw, name, world):
+def random_pipelines(draw: st.DrawFn, name: str, world: int) -> list[Section]:
     """Draws a section, or the stages of one on any ranks, as a list."""
     first = draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))
-    options = {
+    options: dict[str, Any] = {
         "when": draw(st.sampled_from([(), ("images",), ("audio",), KEYS])),
         "mode": draw(st.sampled_from(["train", "dgrad", "forward"])),
         "micro_batch": draw(st.integers(1, 3)),
@@ -127,9 +145,12 @@ def random_pipelines(draw, name, world):
     count = draw(st.sampled_from([1, 1, 2, 3]))
     if count == 1:
         options["tp"] = draw(st.sampled_from([n for n in range(1, len(first) + 1) if len(first) % n == 0]))
+        left = len(first) // options["tp"]
+        options["cp"] = draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0]))
         made = make_section(name, first, **options, forward=draw(cost_texts), backward=draw(cost_texts))
         made = dataclasses.replace(made, in_flight=draw(st.integers(0, 3)))
-        return [draw(with_memory_bound(s)) for s in with_expert_parts(draw, [made])]
+        made = with_expert_parts(draw, [made])[0]
+        return [draw(with_memory_bound(draw(with_dealt_samples(made))))]
     ranks = [first, *(draw(st.permutations(range(world)))[: len(first)] for _ in range(count - 1))]
     in_flight = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     made = make_stages(
@@ -144,7 +165,7 @@ def random_pipelines(draw, name, world):
 
 
 @st.composite
-def random_plans(draw):
+def random_plans(draw: st.DrawFn) -> Plan:
     """Draws an acyclic graph of sections and pipelines with any meshes, modes, predicates, micro-batch sizes
     and costs.
     """

@@ -35,6 +35,7 @@ from tests.runtime.schedule.plan_strategies import (
     make_stages,
     random_batches,
     stage_edges,
+    with_expert_parts,
     with_prefetch_memory_for,
 )
 from tests.runtime.validation.test_schedule_checks import is_explained, replace_program
@@ -141,7 +142,7 @@ def test_prefetched_results_take_memory_until_they_are_sent():
 @st.composite
 def random_frozen_plans(draw):
     """Draws one or two frozen sections or pipelines, in a chain or side by side, also on the same ranks and
-    with another tp, and a student of both."""
+    with another tp or with replicas that exchange tokens, and a student of both."""
     first = [
         make_section(
             "a",
@@ -164,6 +165,7 @@ def random_frozen_plans(draw):
         forward=draw(cost_texts),
         when=draw(whens),
     )
+    first, second = with_expert_parts(draw, first), with_expert_parts(draw, second)
     student = make_section(
         "lm", [4, 5], micro_batch=draw(st.integers(1, 2)), forward=draw(cost_texts), backward=draw(cost_texts)
     )
@@ -275,6 +277,21 @@ def test_a_frozen_pipeline_fills_once_in_a_run():
     ahead = [step.prefetched[s.name] for s in teacher]
     assert all(more > fewer for more, fewer in pairwise(ahead)) and len(ahead[-1]) >= len(ahead[0]) // 2 > 0
     assert simulate(p, both, step).end < 1.03 * mean_step_bound([BatchWork(p, samples)]).ns
+
+
+def test_replicas_that_exchange_tokens_prefetch_whole_rounds():
+    """Two pairs of replicas; the third round of one pair lacks a sample and is not prefetched."""
+    teacher = make_section("teacher", range(4), mode="forward", forward="100*S")
+    teacher = dataclasses.replace(teacher, mesh=dataclasses.replace(teacher.mesh, ep=2))
+    student = make_section("student", range(4, 8), forward="20*S", backward="40*S")
+    p = make_plan([teacher, student], [make_edge("teacher", "student", grad=False)], 8)
+    samples = [make_sample(i, length=20 + i) for i in range(11)]
+    for room, rounds in (0, [0, 0]), (2, [2, 2]), (100, [2, 3]):
+        step = schedule_batch(with_prefetch_memory_for(p, room), samples)
+        ahead = [step.micro_batches["teacher"][m] for m in step.prefetchable.get("teacher", ())]
+        counts = [sum(m.replica == replica for m in ahead) for replica in range(4)]
+        assert sorted(counts[::2]) == sorted(counts[1::2]) == rounds and counts[::2] == counts[1::2]
+        assert all(m.samples for m in ahead)
 
 
 def test_the_bound_of_one_batch_is_the_bound_of_steps_with_equal_batches():

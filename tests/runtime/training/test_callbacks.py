@@ -142,7 +142,7 @@ class Watch:
     def on_step(self, result):
         print("watched", result.rank, result.step, file=__import__("sys").stderr, flush=True)
         if result.step == 2 and result.rank == 0:
-            raise RuntimeError("seen enough")
+            raise SystemExit("seen enough")
 
 """
         head, at, tail = text.partition("def train")
@@ -153,7 +153,7 @@ class Watch:
     process = start_run(tmp_path / "plan", "--steps", "4", "--workers", "0", "--no-first-check")
     _, said = process.communicate(timeout=120)
     assert process.returncode == 2, said
-    assert said.count("Watch.on_step() raises RuntimeError: seen enough") == 1 and "Traceback" not in said
+    assert said.count("Watch.on_step() raises SystemExit: seen enough") == 1 and "Traceback" not in said
     assert {line for line in said.splitlines() if line.startswith("watched")} == {
         "watched 0 1",
         "watched 1 1",

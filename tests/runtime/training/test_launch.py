@@ -101,6 +101,21 @@ def test_exception_on_one_rank_shows_its_traceback(tmp_path: Path, capfd: pytest
     assert "error: rank 1" in errors and "rank 0" not in errors
 
 
+def test_a_forward_that_ends_its_process_is_an_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also if it says that all is well: the other ranks wait for it."""
+    before = "        return x + self.gate * self.out("
+    source = (FIXTURE / "model.py").read_text()
+    assert source.count(before) == 1
+    source = source.replace(before, f"        raise SystemExit(0)\n{before}")
+    write_plan(tmp_path / "plan", APART, source=source)
+    assert run_plan(tmp_path / "plan", ["--steps", "3", "--no-first-check"]) == 1
+    errors = capfd.readouterr().err
+    assert "SystemExit: 0" in errors and 'model.py", line' in errors
+    assert "error: rank 1" in errors and "rank 0" not in errors
+
+
 def test_wrong_number_of_ranks_is_rejected(tmp_path: Path) -> None:
     write_plan(tmp_path / "plan", APART)
     process = start(str(tmp_path / "plan" / "run.py"))
@@ -109,15 +124,21 @@ def test_wrong_number_of_ranks_is_rejected(tmp_path: Path) -> None:
     assert errors.startswith("error: the plan is made for 2 ranks, but 1 were started\n  what to do: ")
 
 
+@pytest.mark.parametrize("name", ["file", "file/inside", "loop", "n" * 300, "fifo"])
 @pytest.mark.parametrize("option", ["--log-dir", "--save", "--trace"])
-def test_unwritable_output_is_rejected(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_output_is_rejected(
+    tmp_path: Path, option: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     write_plan(tmp_path / "plan", ALONE)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot write to the directory") as error:
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "fifo")
+    output = tmp_path / name / "trace" if option == "--trace" else tmp_path / name
+    with pytest.raises(UserError, match="cannot write") as error:
         RankContext(
             tmp_path / "plan",
-            parse_options([option, str(tmp_path / "file" / "inside")]),
+            parse_options([option, str(output)]),
             terms,  # pyright: ignore[reportArgumentType]
         )
     assert f"give another {option}" in error.value.remedy
@@ -143,10 +164,17 @@ def test_a_second_run_into_a_folder_is_rejected(
     ("arguments", "message"),
     [
         (["--steps", "0"], "argument --steps: must be at least 1"),
-        (["--steps", "many"], "argument --steps: invalid"),
+        (["--steps", "many"], "argument --steps: must be a whole number, got 'many'"),
         (["--order", "random"], "argument --order: invalid choice"),
         (["--clip", "-1"], "argument --clip: must be greater than 0"),
         (["--speed"], "unrecognized arguments: --speed"),
+        (["--save", ""], "argument --save: must not be empty"),
+        (["--steps", "12345678901234567890"], "argument --steps: must be at most 9223372036854775807"),
+        (["--hang-timeout", "1e400"], "argument --hang-timeout: must be a number of seconds; 0 stands for"),
+        (["--hang-timeout", "nan"], "argument --hang-timeout: must not be negative"),
+        (["--hang-timeout", ""], "argument --hang-timeout: must be a number, got ''"),
+        (["--rdzv-endpoint", "node0:29500"], "--rdzv-endpoint needs --nnodes N"),
+        (["--node-rank", "0"], "--node-rank needs --nnodes N"),
     ],
 )
 def test_invalid_options_are_rejected(arguments: list[str], message: str) -> None:

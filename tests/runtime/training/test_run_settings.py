@@ -30,7 +30,7 @@ def settings_of(
     model[2].requires_grad_(not frozen)
     optimizer = make([p for p in model.parameters() if p.requires_grad], lr=rate)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size)
-    return describe_settings(0, False, clip, length, describe_model(model), optimizer, scheduler)
+    return describe_settings(0, False, clip, str(length), describe_model(model), optimizer, scheduler)
 
 
 def test_every_change_is_refused_by_name_and_can_be_allowed() -> None:
@@ -60,6 +60,10 @@ def chained(step_size: int = 5, milestone: int = 3) -> Callable[[torch.optim.Opt
     return lambda o: lr.SequentialLR(o, [lr.ConstantLR(o), lr.StepLR(o, step_size)], [milestone])
 
 
+def no_schedule(optimizer: torch.optim.Optimizer) -> None:
+    return None
+
+
 def decaying(rate: float) -> Callable[[torch.optim.Optimizer], object]:
     return lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: rate**step)
 
@@ -72,6 +76,8 @@ def decaying(rate: float) -> Callable[[torch.optim.Optimizer], object]:
         (chained(), chained(milestone=4), True),
         (decaying(0.9), decaying(0.9), False),
         (decaying(0.9), decaying(0.8), True),
+        (decaying(0.9), no_schedule, True),
+        (no_schedule, no_schedule, False),
     ],
 )
 def test_parts_of_schedulers_are_compared(before: object, now: object, is_other: bool) -> None:

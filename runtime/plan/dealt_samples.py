@@ -1,0 +1,47 @@
+"""Deals the samples of a micro-batch to the ranks of a replica with cp: each computes its part whole.
+
+A long sample is divided over the ranks of cp; short ones need no such exchange, and parameters are whole on
+each of these ranks anyway. So a micro-batch of several samples is dealt where that takes less time and fits
+(FlexSP, ByteScale and DCP, 2025, choose a degree for each sample). To the order of a step, a dealt
+micro-batch is one like any other: its time is that of its slowest part.
+
+Parts follow from the plan and the samples' sizes alone (`PredictedCosts.deal_samples`), so every rank knows
+all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from secc.runtime.plan.predicted_costs import PredictedCosts, SampleParts
+from secc.runtime.plan.replica_routes import ranks_by_replica
+from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.step_program import MicroBatch, SampleMeta
+
+
+class DealtMicroBatches:
+    """The parts of the micro-batches of a step that are dealt."""
+
+    def __init__(self, plan: Plan, samples: Sequence[SampleMeta], own_samples: int | None) -> None:
+        self._dealing = {s.name: s for s in plan.sections if s.may_deal}
+        self._costs = PredictedCosts(plan, samples, own_samples) if self._dealing else None
+        self._parts: dict[tuple[str, tuple[int, ...]], SampleParts] = {}
+
+    def parts(self, micro: MicroBatch) -> SampleParts:
+        """Returns the samples of each rank of cp, () if all ranks share the rows of every sample."""
+        section = self._dealing.get(micro.section)
+        if section is None or self._costs is None:
+            return ()
+        key = micro.section, micro.samples
+        if key not in self._parts:
+            (self._parts[key],) = self._costs.deal_samples(section, [micro.samples])
+        return self._parts[key]
+
+    def own_part(self, micro: MicroBatch, rank: int) -> MicroBatch:
+        """Returns what `rank` computes of a micro-batch of its replica: the micro-batch itself if it is not
+        dealt, else one of the rank's samples, which may be none."""
+        if not (parts := self.parts(micro)):
+            return micro
+        section = self._dealing[micro.section]
+        place = ranks_by_replica(section)[micro.replica].index(rank) // section.mesh.tp
+        return micro._replace(samples=parts[place])

@@ -1,0 +1,137 @@
+"""Plans in which each micro-batch has its own cp train as plain PyTorch does: ranks share the rows of long
+samples, and each computes short ones whole."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from secc.driver.compile import CompiledPlan
+from secc.driver.compile_options import CompileOptions
+from secc.driver.replan_from_run import plan_pins
+from secc.runtime.plan.expr_eval import evaluate_expr
+from secc.runtime.plan.schema import Section
+from tests.e2e.harness import (
+    compile_and_write,
+    find_differences,
+    train_distributed,
+    write_recording_model,
+)
+from tests.e2e.reference_runs import MODELS_FOLDER, ReferencedModel
+
+STEPS, GLOBAL_BATCH = 2, 12
+LONGEST_WHOLE = 14  # tokens of a sample that one rank may compute whole
+
+FAST = [(2, "cp=2 micro_batch=1")]
+# model -> (ranks, pins): pins without a section are of the model's one section; "bf16" is the dtype
+ROWS: dict[str, list[tuple[int, str]]] = {
+    "llama_tail": [
+        *FAST,
+        (4, "cp=4 micro_batch=2 sharding=zero3"),
+        (4, "cp=2 tp=2 micro_batch=2 recompute=full"),
+        (4, "cp=2 dp=2 micro_batch=1 sharding=zero3 recompute=selective"),
+        (4, "cp=4 micro_batch=1 bf16"),
+    ],
+    "llama_tail_left": [(4, "cp=2 dp=2 sharding=zero2 micro_batch=2")],
+    "qwen_distil": [
+        (6, "teacher.cp=4 student.cp=2 teacher.micro_batch=2"),
+        (4, "teacher.dp=2 student.cp=2 student.sharding=zero3"),
+        (3, "teacher.cp=2 student.dp=1"),
+    ],
+    "whisper_padded": [(5, "encoder.dp=1 decoder.cp=4 decoder.recompute=full")],
+    "gemma3": [(4, "vision_tower.dp=2 language_model.cp=2 language_model.micro_batch=2")],
+    "qwen2_5_vl": [(5, "visual.dp=1 language_model.cp=4 language_model.sharding=zero1")],
+    "t5": [(4, "encoder.cp=2 decoder.cp=2 decoder.sharding=zero3")],
+}
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ReferencedModel]:
+    return cache(lambda name: ReferencedModel(name, tmp_path_factory.mktemp(name), STEPS))
+
+
+def limit_whole_samples(made: CompiledPlan, tokens: int) -> CompiledPlan:
+    """The plan with memory for samples of at most so many tokens on one rank of cp."""
+    sizes = {s.name: 1 if s.kind == "rows" else tokens for s in made.plan.symbols}
+    sections = tuple(
+        replace(s, undivided_bytes=evaluate_expr(s.undivided.saved, sizes)) if s.may_deal else s
+        for s in made.plan.sections
+    )
+    return replace(made, plan=replace(made.plan, sections=sections))
+
+
+def count_forwards(trace: Path, section: Section) -> tuple[int, int]:
+    """Counts forwards in a run's trace: those that one rank of cp computed whole, and those that all ranks of
+    a replica share."""
+    computed: Counter[tuple[int, ...]] = Counter()
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        args = event.get("args", {})
+        if args.get("kind") == "F" and args.get("section") == section.name and args["samples"]:
+            computed[tuple(args["samples"])] += 1
+    ranks, mesh = list(computed.values()), section.mesh
+    assert set(ranks) <= {mesh.tp, mesh.tp * mesh.cp}
+    return ranks.count(mesh.tp), ranks.count(mesh.tp * mesh.cp)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("name", "ranks", "pins"),
+    [
+        pytest.param(name, *row, marks=[] if row in FAST else [pytest.mark.slow])
+        for name, rows in ROWS.items()
+        for row in rows
+    ],
+)
+def test_dealt_samples_train_as_plain_pytorch(
+    captured: Callable[[str], ReferencedModel], name: str, ranks: int, pins: str, tmp_path: Path
+) -> None:
+    model, dtype = captured(name), "bf16" if "bf16" in pins.split() else ""
+    wanted = tuple(pin if "." in pin else f"model.{pin}" for pin in pins.split() if "=" in pin)
+    wanted += tuple(f"{pin.partition('.')[0]}.cp_per=micro_batch" for pin in wanted if ".cp=" in pin)
+    made = model.plan_with(
+        CompileOptions(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=wanted, dtype=dtype)
+    )
+    assert set(wanted) <= set(plan_pins(made.plan))
+    if name == "llama_tail":
+        made = limit_whole_samples(made, LONGEST_WHOLE)
+    trace = tmp_path / "trace.json"
+    assert model.list_differences(made, tmp_path, "--trace", str(trace)) == []
+    for section in (s for s in made.plan.sections if s.may_deal):
+        whole, shared = count_forwards(trace, section)
+        assert whole > 1
+        assert shared > 0 or name != "llama_tail"
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_sections_with_edges_deal_where_that_is_shorter(
+    captured: Callable[[str], ReferencedModel], tmp_path: Path
+) -> None:
+    """Unpinned, one section after the other."""
+    model, pins = captured("qwen_distil"), ("teacher.cp=2", "student.cp=2")
+    made = model.plan_with(CompileOptions(cluster="local:4", global_batch=GLOBAL_BATCH, set=pins))
+    assert any(s.may_deal for s in made.plan.sections)
+    assert model.list_differences(made, tmp_path) == []
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("pins", ["model.cp=2 model.micro_batch=3", "model.cp=4 model.recompute=full"])
+def test_dropout_draws_the_same_on_dealt_samples(pins: str, tmp_path: Path) -> None:
+    """Dropout of hidden states and inside of attention, against the plan of one rank."""
+    model = write_recording_model("gpt2_dropout", tmp_path, MODELS_FOLDER)
+    ranks = 2 if "micro_batch" in pins else 4
+    compile_and_write(model, tmp_path / "one", cluster="local:1", global_batch=GLOBAL_BATCH)
+    dealt = (*pins.split(), "model.cp_per=micro_batch")
+    compile_and_write(
+        model, tmp_path / "dealt", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=dealt
+    )
+    reference = train_distributed(tmp_path / "one", 1, 3, tmp_path / "run_one")
+    found = train_distributed(tmp_path / "dealt", ranks, 3, tmp_path / "run_dealt")
+    assert list(find_differences(found, reference)) == []

@@ -1,0 +1,124 @@
+"""Micro-batches whose samples are dealt to the ranks of a replica: who computes what, when, and within which
+memory. Random plans of the other tests of this folder have such sections, too."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secc.bounds.bounds import schedule_bound
+from secc.runtime.plan.dealt_samples import DealtMicroBatches
+from secc.runtime.plan.predicted_costs import PredictedCosts
+from secc.runtime.plan.schema import Cost, Plan
+from secc.runtime.plan.step_program import SampleMeta
+from secc.runtime.schedule.scheduler import schedule_with_makespan
+from secc.runtime.validation.full_check import check_schedule
+from secc.simulate.simulator import simulate
+from tests.runtime.schedule.plan_strategies import make_plan, make_sample, make_section
+
+
+def dealing_plan(
+    replicas: int = 1,
+    cp: int = 4,
+    micro_batch: int = 1,
+    exchange: int = 20,
+    most_bytes: int = 100,
+    sharding: str = "none",
+) -> Plan:
+    """A decoder on ranks that exchange keys and values for each divided micro-batch. A rank has room for
+    `most_bytes` tokens of whole samples."""
+    lm = make_section(
+        "lm",
+        range(replicas * cp),
+        cp=cp,
+        micro_batch=micro_batch,
+        forward=f"{exchange} + B*S//{cp}",
+        backward=f"{2 * exchange} + 2*B*S//{cp}",
+        sharding=sharding,
+    )
+    lm = dataclasses.replace(
+        lm,
+        cp_per="micro_batch",
+        undivided=Cost("B*S", "2*B*S", saved="B*S"),
+        undivided_bytes=most_bytes,
+    )
+    return make_plan([lm], [], replicas * cp)
+
+
+def static(p: Plan) -> Plan:
+    return dataclasses.replace(
+        p, sections=tuple(dataclasses.replace(s, cp_per="section") for s in p.sections)
+    )
+
+
+def make_samples(lengths: Sequence[int]) -> list[SampleMeta]:
+    return [make_sample(i, length=n) for i, n in enumerate(lengths)]
+
+
+def test_a_long_sample_is_divided_and_short_ones_are_computed_side_by_side() -> None:
+    p, samples = dealing_plan(), make_samples([400, 40, 40, 40, 40])
+    step, makespan = schedule_with_makespan(p, samples)
+    assert sorted(m.samples for m in step.micro_batches["lm"]) == [(0,), (1, 2, 3, 4)]
+    assert makespan == (60 + 3 * 100) + 3 * 40
+    assert schedule_with_makespan(static(p), samples)[1] == (60 + 3 * 100) + 4 * (60 + 3 * 10)
+    dealt = DealtMicroBatches(p, samples, None)
+    long, short = sorted(step.micro_batches["lm"], key=lambda m: m.samples)
+    assert [dealt.own_part(long, rank).samples for rank in range(4)] == [(0,)] * 4
+    assert [dealt.own_part(short, rank).samples for rank in range(4)] == [(1,), (2,), (3,), (4,)]
+
+
+def test_samples_that_fit_no_rank_whole_are_divided() -> None:
+    p, samples = dealing_plan(most_bytes=30), make_samples([40, 40, 40, 40])
+    step, _ = schedule_with_makespan(p, samples)
+    assert sorted(m.samples for m in step.micro_batches["lm"]) == [(0,), (1,), (2,), (3,)]
+
+
+def test_samples_are_divided_where_that_costs_no_exchange() -> None:
+    """Of unequal samples, ranks with short ones would wait."""
+    p, samples = dealing_plan(exchange=0), make_samples([80, 40, 20, 10])
+    step, _ = schedule_with_makespan(p, samples)
+    assert sorted(m.samples for m in step.micro_batches["lm"]) == [(0,), (1,), (2,), (3,)]
+
+
+def test_ranks_without_a_sample_are_idle() -> None:
+    p, samples = dealing_plan(), make_samples([40, 40])
+    step, _ = schedule_with_makespan(p, samples)
+    (both,) = step.micro_batches["lm"]
+    dealt = DealtMicroBatches(p, samples, None)
+    assert [dealt.own_part(both, rank).samples for rank in range(4)] == [(0,), (1,), (), ()]
+
+
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=24),
+    st.sampled_from([1, 2]),
+    st.sampled_from([2, 3, 4]),
+    st.integers(1, 3),
+    st.sampled_from([0, 30, 100, 1000]),
+    st.sampled_from(["none", "zero3"]),
+)
+@settings(max_examples=100, deadline=None)
+def test_each_sample_is_computed_once_within_memory(
+    lengths: list[int], replicas: int, cp: int, micro_batch: int, room: int, sharding: str
+) -> None:
+    p = dealing_plan(replicas, cp, micro_batch, most_bytes=room, sharding=sharding)
+    samples, section = make_samples(lengths), p.sections[0]
+    step, makespan = schedule_with_makespan(p, samples)
+    check_schedule(p, samples, step)
+    assert schedule_bound(p, samples).ns <= min(makespan, simulate(p, samples, step).end)
+    dealt, costs, seen = DealtMicroBatches(p, samples, None), PredictedCosts(p, samples), list[int]()
+    for m in step.micro_batches["lm"]:
+        first = m.replica * cp
+        parts = [dealt.own_part(m, rank).samples for rank in range(first, first + cp)]
+        (forward,), _ = costs.micro_batch_times(section, [m.samples])
+        if parts[0] == m.samples:  # divided: all ranks compute all samples
+            assert len(m.samples) <= micro_batch
+            parts = parts[:1]
+        else:
+            tokens = [len(part) * max((lengths[p] for p in part), default=0) for part in parts]
+            assert max(map(len, parts)) <= micro_batch and max(tokens) <= room
+            assert forward == max(tokens)
+        seen += [p for part in parts for p in part]
+    assert sorted(seen) == list(range(len(lengths)))
