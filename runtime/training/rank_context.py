@@ -502,6 +502,10 @@ def _check_writable(log_dir: Path, options: RunOptions) -> None:
     try:
         if options.trace is not None and options.trace.is_dir():
             raise UserError("the trace file is a directory", str(options.trace), "give another --trace")
+        if options.trace is not None and options.trace.exists() and not options.trace.is_file():
+            raise UserError(
+                "cannot write the trace: no regular file", str(options.trace), "give another --trace"
+            )
     except OSError as error:  # a name that is too long
         message = f"cannot write the trace file: {error.strerror}"
         raise UserError(message, str(options.trace), "give another --trace") from None

@@ -115,7 +115,11 @@ def replace_plan_file(directory: Path, name: str, content: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file such that it is whole at every moment, the old one or the new one. Raises OSError."""
+    """Writes a file such that it is whole at every moment, the old one or the new one. What is no regular
+    file, a device or a pipe, is written to and stays. Raises OSError."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

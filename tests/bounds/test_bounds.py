@@ -74,7 +74,7 @@ def test_the_plan_bound_is_below_the_schedule_bound(p, samples):
 
 single = random_plans().map(
     lambda p: dataclasses.replace(
-        p, sections=tuple(dataclasses.replace(s, micro_batch=1) for s in p.sections)
+        p, sections=tuple(dataclasses.replace(s, micro_batch=1, cp_per="section") for s in p.sections)
     )
 )
 small = random_batches.map(lambda samples: samples[:5])

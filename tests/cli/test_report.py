@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 import secc
 from secc.cli import main
-from secc.codegen.plan_writer import COMPILED_FILES
+from secc.codegen.plan_writer import COMPILED_FILES, replace_file
 from secc.runtime.plan.plan_file import load_plan
 from tests.cli.test_drift import write_run_log
 from tests.e2e.harness import compile_and_write
@@ -84,3 +86,14 @@ def test_bad_input_is_one_message(plan: Path, tmp_path: Path, capsys: pytest.Cap
         assert run_command("report", *arguments) == 2, message
         said = capsys.readouterr().err
         assert message in said and "what to do" in said and "Traceback" not in said
+
+
+def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
+    """`--output /dev/stdout` and pipes: a rename over them would leave a regular file there."""
+    pipe, received = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: received.append(pipe.read_text()))
+    reader.start()
+    replace_file(pipe, "page\n")
+    reader.join(timeout=10)
+    assert received == ["page\n"] and pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]

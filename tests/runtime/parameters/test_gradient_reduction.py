@@ -113,6 +113,7 @@ def test_buckets_of_all_groups_start_in_the_order_of_a_backward(monkeypatch: pyt
         dist.init_process_group("gloo")
         params = {n: nn.Parameter(torch.zeros(2)) for n in names}
         reducer = GradientReducer(groups, params, rank, CPU)
+        dist.barrier()  # rank 0 has the store that rank 1 joins by
         of = {p: n for n, p in params.items()}
         queue = reducer._queue  # pyright: ignore[reportPrivateUsage]
         return [of[b.params[0]] if hasattr(b, "params") else "presence" for b in queue]  # pyright: ignore

@@ -144,6 +144,20 @@ def test_unwritable_output_is_rejected(
     assert f"give another {option}" in error.value.remedy
 
 
+def test_a_device_is_not_replaced_by_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of ranks are merged into a file that is renamed over the named one."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    write_plan(tmp_path / "plan", ALONE)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UserError, match="cannot write the trace: no regular file") as error:
+        RankContext(
+            tmp_path / "plan",
+            parse_options(["--trace", str(tmp_path / "fifo")]),
+            terms,  # pyright: ignore[reportArgumentType]
+        )
+    assert "give another --trace" in error.value.remedy
+
+
 @pytest.mark.parametrize(("option", "what"), [("--log-dir", "logs"), ("--save", "checkpoints")])
 def test_a_second_run_into_a_folder_is_rejected(
     tmp_path: Path, option: str, what: str, monkeypatch: pytest.MonkeyPatch
