@@ -12,6 +12,8 @@ sooner without it.
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,7 +253,8 @@ def load_optimizer_state(
     state. Collective.
 
     Options that have `changed`, and without `keeps_schedule` those that schedulers set and the scheduler
-    itself, stay as they are. Nothing is read for parameters with an optimizer of another class.
+    itself, stay as they are. The states of parameters start from nothing if their optimizer is of another
+    class, or if what it keeps for them has other names (amsgrad was switched on).
     """
     from secc.runtime.parameters import sliced_tensor_store
 
@@ -375,13 +378,29 @@ def _pack_optimizer_state(
         own = {option for n in members for option in kept[n]}
         is_other = _CLASS in own
         indices.update({} if is_other else {k: v for k, v in group_options.items() if k not in own})
+        wanted = _find_state_entries(optimizer, group) if own else None
         for param, name, index in zip(group["params"], members, indices["params"], strict=True):
-            if name in values and not is_other:
+            if name in values and not is_other and wanted in (None, values[name].keys()):
                 state[index] = {
                     k: v.values.view(param.shape) if isinstance(v, TensorSlice) else v
                     for k, v in values[name].items()
                 }
     return {"state": state, "param_groups": packed["param_groups"]}
+
+
+def _find_state_entries(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str] | None:
+    """Returns the names of what the optimizer keeps for each parameter of `group` (`exp_avg`, with amsgrad
+    `max_exp_avg_sq`, too): those that a copy has after a step on one entry. None if it takes no such step."""
+    like = group["params"][0]
+    param = nn.Parameter(like.detach().new_ones((1,) * like.ndim))
+    param.grad = torch.zeros_like(param)
+    probe = copy.copy(optimizer)
+    probe.state, probe.param_groups = defaultdict(dict), [{**group, "params": [param]}]
+    try:
+        probe.step()
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return None  # an optimizer of the user's with attributes or groups of its own
+    return set(probe.state[param])
 
 
 def _load_target(entry: torch.Tensor | None, part: ParameterSlice) -> Any:

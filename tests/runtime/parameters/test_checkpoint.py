@@ -83,9 +83,10 @@ def test_resuming_under_another_plan(unbroken: Path, tmp_path: Path) -> None:
             {6.0},
         ),
         (["scheduler"], "return torch.optim.lr_scheduler", "return None and torch", 1e-2, {6.0}),
+        (["optimizer"], "lr=1e-2", "amsgrad=True, lr=1e-2", 1e-2 * 0.9**5, {1.0}),
         (["optimizer"], "AdamW(params, lr=1e-2", "SGD(params, lr=1e-3", 1e-3 * 0.9**5, set[float]()),
     ],
-    ids=["another rate", "another schedule", "no schedule", "another class"],
+    ids=["another rate", "another schedule", "no schedule", "other states", "another class"],
 )
 def test_what_may_change_is_as_in_the_model_file(
     unbroken: Path,
@@ -96,7 +97,7 @@ def test_what_may_change_is_as_in_the_model_file(
     rate: float,
     steps_of_state: set[float],
 ) -> None:
-    """The optimizer's states stay, also on other ranks, unless it is another optimizer."""
+    """The optimizer's states stay, also on other ranks, unless it is another optimizer or keeps others."""
     source = (FIXTURE / "model.py").read_text()
     assert source.count(before) == 1
     write_plan(tmp_path / "plan", APART, source=source.replace(before, now))
