@@ -68,7 +68,8 @@ def spaces() -> Iterator[list[str]]:
             ip("-n", name, "link", "set", "lo", "up")
         yield names
     finally:
-        for name in names:
+        for i, name in enumerate(names):  # a link goes some time after its namespace, and its name with it
+            subprocess.run(["ip", "link", "del", f"{bridge}v{i}"], capture_output=True, check=False)
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
 
@@ -133,7 +134,8 @@ def kill_node(nodes: Nodes, launcher: subprocess.Popen[str], node: int) -> None:
 
 
 def test_strangers_stay_out_and_a_lost_node_comes_back(spaces: list[str], tmp_path: Path) -> None:
-    nodes = Nodes(spaces, tmp_path, "--steps", "60", "--max-restarts", "3")
+    steps = 400  # the run goes on while the stranger starts
+    nodes = Nodes(spaces, tmp_path, "--steps", str(steps), "--max-restarts", "3")
     launchers = [nodes.start(0), nodes.start(1)]
     wait_for_step(nodes.plan, 3, launchers[0])
     stranger = [sys.executable, "-c", FOREIGN, ADDRESSES[0], str(PORT)]
@@ -152,9 +154,9 @@ def test_strangers_stay_out_and_a_lost_node_comes_back(spaces: list[str], tmp_pa
     launchers[1] = nodes.start(1)
     assert [launcher.wait(400) for launcher in launchers] == [0, 0], nodes.messages(0)
     assert "restart 1 of 3" in nodes.messages(0) and "Traceback" not in nodes.messages(0)
-    assert steps_of(nodes.plan / "logs")[-1]["step"] == 60
+    assert steps_of(nodes.plan / "logs")[-1]["step"] == steps
     weights = load_full_state_dict(nodes.saved)
-    for name, tensor in nodes.train_on_one_machine(60).items():
+    for name, tensor in nodes.train_on_one_machine(steps).items():
         assert torch.equal(weights[name], tensor), name
     assert not list(ranks_of(nodes.plan))
 
