@@ -142,8 +142,13 @@ def test_a_loop_over_time_steps_may_draw() -> None:
     assert draw.dims == (0,)
 
 
+def test_the_wider_of_two_answers_is_found_although_no_drawn_sample_shows_it() -> None:
+    _, lowered = compiled("answer_pairs").dumps[-1]
+    assert "-S_rejected_ids + max(S, S_rejected_ids)" in lowered
+
+
 NAMES = ["listed", "boxes", "per_sample", "kept", "chunked_loss", "task_heads"]
-MORE_NAMES = ["weighted_tasks", "graphs", "ragged_reader", "writes_argument"]
+MORE_NAMES = ["weighted_tasks", "graphs", "ragged_reader", "writes_argument", "answer_pairs"]
 
 
 @pytest.mark.slow

@@ -85,7 +85,6 @@ class ProbeBatches:
         self.even_batches = [
             collate(s) for s in survey.compose_batches(pattern, even=True, rotation=self._rotation)
         ]
-        self.crossed_batches = list(self._cross_widths())
 
     def record_paths(self) -> list[ObservedRecording]:
         """Records ragged and even micro-batches; only one even one if enough ragged ones take the same
@@ -95,9 +94,8 @@ class ProbeBatches:
         Micro-batches composed of a sample that decides them differently (a clip without padding) are
         recorded too.
         """
-        recordings = self._record_ragged_then_even(self.ragged_batches, self.even_batches) + [
-            o for b in self.crossed_batches if (o := self._record_if_accepted(b)) is not None
-        ]
+        recordings = self._record_ragged_then_even(self.ragged_batches, self.even_batches)
+        recordings += [o for _, o in self._record_crossed_widths(recordings)]
         for sample, other in self._samples_with_new_conditions(recordings):
             if other is not None:
                 recordings += [self._record_batch(self._collate([other] * n)) for n in _REPEATED_SAMPLE]
@@ -264,7 +262,7 @@ class ProbeBatches:
             return known_shapes[id(sample)]
 
         seen = [(b, self._record_batch(b)) for b in (*self.ragged_batches, *self.even_batches)]
-        seen += [(b, o) for b in self.crossed_batches if (o := self._record_if_accepted(b)) is not None]
+        seen += self._record_crossed_widths([o for _, o in seen])
         return [replace(o, sample_shapes=tuple(map(shapes_of, b.samples))) for b, o in seen]
 
     def _record_batch(self, b: ProbeBatch) -> ObservedRecording:
@@ -285,21 +283,37 @@ class ProbeBatches:
             )
         )
 
-    def _cross_widths(self) -> Iterator[ProbeBatch]:
-        """Yields ragged micro-batches with one width padded beyond another, if samples have the two widths
-        in an order that the ragged ones never have.
+    def _record_crossed_widths(
+        self, recordings: Sequence[ObservedRecording]
+    ) -> list[tuple[ProbeBatch, ObservedRecording]]:
+        """Records ragged micro-batches with one width padded beyond another where the ragged ones never have
+        the two in that order.
 
         What depends on the wider of two widths (chosen and rejected answers padded to one length) would
-        otherwise look like a function of either.
+        otherwise look like a function of either. An order that no drawn sample has is recorded if the widths
+        are of inputs alike, as a sample that was not drawn may have it; it counts unless forward then takes
+        a path that none of `recordings` takes.
         """
+        known, found = {path_signature(o.recording) for o in recordings}, []
         for wide, narrow in permutations(sorted(self.padded_symbols), 2):
-            met = any(b.sizes[wide] > b.sizes[narrow] for b in self.ragged_batches)
-            if not met and any(sizes[wide] > sizes[narrow] for sizes in self._inputs.sample_sizes):
-                wider = (
-                    self._pad_batch(b, wide, b.sizes[narrow] + more)
-                    for b, more in zip(self.ragged_batches, _EXTRA_WIDTHS, strict=False)
-                )
-                yield from (b for b in wider if b is not None)
+            if any(b.sizes[wide] > b.sizes[narrow] for b in self.ragged_batches):
+                continue
+            drawn = any(sizes[wide] > sizes[narrow] for sizes in self._inputs.sample_sizes)
+            if not drawn and not self._are_alike(wide, narrow):
+                continue
+            for b, more in zip(self.ragged_batches, _EXTRA_WIDTHS, strict=False):
+                wider = self._pad_batch(b, wide, b.sizes[narrow] + more)
+                recording = None if wider is None else self._record_if_accepted(wider)
+                if recording is not None and (drawn or path_signature(recording.recording) in known):
+                    found.append((wider, recording))
+        return found
+
+    def _are_alike(self, a: str, b: str) -> bool:
+        """Whether two widths are the same dim of inputs with the same dtype and number of dims."""
+        inputs = {i.key: i for i in self._inputs.inputs}
+        first, second = (next(s for s in self._inputs.symbols if s.name == name) for name in (a, b))
+        x, y = inputs[first.key], inputs[second.key]
+        return (x.dtype, len(x.dims), first.dim) == (y.dtype, len(y.dims), second.dim)
 
     def _pad_batch(self, b: ProbeBatch, name: str, size: int) -> ProbeBatch | None:
         """Returns a micro-batch padded to a width; None if collate's padding does not show how."""

@@ -20,6 +20,7 @@ from secc.ir.dialect.size_expr import Expr, evaluate_size, size_symbol, symbol_n
 
 MAX_DEGREE = 3
 MAX_DENOMINATOR = 8  # as in S*(S + 1)//2; a larger denominator fits by chance
+_TERMS_IN_DOUBT = 3  # so many coefficients may fit a few numbers by chance
 MODULUS = (1 << 61) - 1  # a Mersenne prime, for a quick test whether a linear system has a solution
 
 ValueColumn = tuple[int, ...]
@@ -129,17 +130,30 @@ class SizeFitter:
         ]
         yield from _fit_combinations(values, ((m,) for m in every))
         yield from _fit_at_least_one(values, self.size_rows, self.moving_symbols)
+        yield from self._fit_wider_width(values, [one])
         yield from _fit_combinations(values, ((m, one) for m in every))
         yield from _fit_combinations(values, itertools.combinations(every, 2))
-        yield from _fit_combinations(values, ((*pair, one) for pair in itertools.combinations(small, 2)))
-        yield from _fit_combinations(values, itertools.combinations(small, 3))
         yield from self._fit_wider_width(values, [one, *small])
+        for expr in itertools.chain(
+            _fit_combinations(values, ((*pair, one) for pair in itertools.combinations(small, 2))),
+            _fit_combinations(values, itertools.combinations(small, 3)),
+        ):
+            self.doubt = self.doubt or self._find_far_width(expr)
+            yield expr
         if found := find_strides(self.size_rows, values, self.moving_symbols, self._padded_symbols):
             self.doubt, self.used_division = (
                 self.doubt or find_telling_length(found, self.size_rows, self._padded_symbols),
                 True,
             )
             yield found[0].to_expr()
+
+    def _find_far_width(self, expr: Expr) -> tuple[str, int] | None:
+        """Returns a symbol of a sum of three terms that can be made twice as large as in any observation;
+        None if two observations check what three determine."""
+        names = sorted(symbol_names(expr) & self._padded_symbols)
+        if not names or len(self.size_rows) >= _TERMS_IN_DOUBT + 2:
+            return None
+        return names[0], 2 * max(row[names[0]] for row in self.size_rows)
 
     def _fit_wider_width(self, values: ValueColumn, others: Sequence[BasisTerm]) -> Iterator[Expr]:
         """Yields expressions in the wider of two widths that were met in both orders, as where one is

@@ -79,6 +79,20 @@ def test_the_maximum_of_two_widths_is_found_if_both_orders_occur(source: str) ->
     assert found is not None and format_expr(found) == format_expr(wanted)
 
 
+def test_the_maximum_of_two_widths_comes_before_a_sum_of_powers() -> None:
+    """`T**2/6 - 5*T/2 + 55/3`, doubled, has these values too."""
+    rows = [{"S": s, "T": t} for s, t in ((9, 7), (8, 10), (9, 7), (6, 11))]
+    found = SizeFitter(rows, free={"S", "T"}).fit_integer([18, 20, 18, 22])
+    assert found is not None and format_expr(found) == "2*max(S, T)"
+
+
+def test_a_sum_of_three_terms_asks_for_a_longer_width() -> None:
+    rows = [{"B": b, "S": s} for b, s in ((2, 5), (3, 7), (4, 6), (5, 9))]
+    fitter = SizeFitter(rows, free={"S"})
+    assert fitter.fit_integer([row["S"] ** 2 + 3 * row["B"] + 7 for row in rows]) is not None
+    assert fitter.doubt == ("S", 18)
+
+
 def test_random_numbers_stay_unexplained() -> None:
     assert SizeFitter(ROWS).fit_integer([914, 13, 577, 2, 86]) is None
     assert SizeFitter(ROWS).fit_real([0.5, 0.1, 0.77, 0.3, 0.9]) is None
