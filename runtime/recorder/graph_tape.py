@@ -54,7 +54,7 @@ class Tape:
         self._state, self._stray = state, stray
         self._nodes_by_tensor: dict[int, fx.Node] = {}
         self._kept_tensors: list[torch.Tensor] = []
-        self._heads: dict[str, fx.Node] = {}
+        self._heads: dict[tuple[str, str], fx.Node] = {}  # by op: an input and a parameter may share a name
 
     def make_successor(self, now: Callable[[], NodeMeta]) -> Tape:
         """Return an empty tape for the same model that shares the constants."""
@@ -98,12 +98,12 @@ class Tape:
     def head_node(self, op: str, name: str, tensor: torch.Tensor) -> fx.Node:
         """Return the placeholder or `get_attr` node of a name, with the shape and dtype of `tensor`.
         Placeholders come first, as fx requires."""
-        if name in self._heads:
-            return self._heads[name]
+        if (op, name) in self._heads:
+            return self._heads[op, name]
         node = self.graph.create_node(op, name) if op == "get_attr" else self.graph.placeholder(name)
         node.meta = dict(zip(MOMENT_KEYS, ("", "", True, ""), strict=True)) | tensor_meta(tensor)
         node.meta["requires_grad"] = op == "get_attr" and tensor.requires_grad
-        self._heads[name] = node
+        self._heads[op, name] = node
         return node
 
     def map_to_nodes(self, value: Any) -> Any:

@@ -147,8 +147,13 @@ def test_the_wider_of_two_answers_is_found_although_no_drawn_sample_shows_it() -
     assert "-S_rejected_ids + max(S, S_rejected_ids)" in lowered
 
 
+def test_targets_may_be_filled_for_the_rows_that_a_mask_selects() -> None:
+    _, captured = compiled("masked_frames").dumps[0]
+    assert "aten.full_like.default" in captured and "aten.zeros.default" not in captured
+
+
 NAMES = ["listed", "boxes", "per_sample", "kept", "chunked_loss", "task_heads"]
-MORE_NAMES = ["weighted_tasks", "graphs", "ragged_reader", "writes_argument", "answer_pairs"]
+MORE_NAMES = ["weighted_tasks", "graphs", "ragged_reader", "writes_argument", "answer_pairs", "masked_frames"]
 
 
 @pytest.mark.slow

@@ -24,6 +24,15 @@ _TENSOR_OR_NUMBER_OPS = (
     aten.add.Tensor,
     aten.sub.Tensor,
 )  # what takes a number or a tensor as its second argument
+# What makes a filled tensor -> the places of its sizes and of its value, or the value, in the arguments.
+_FILLED_OPS = {
+    aten.zeros.default: (0, None, 0),
+    aten.ones.default: (0, None, 1),
+    aten.full.default: (0, 1, None),
+    aten.new_zeros.default: (1, None, 0),
+    aten.new_ones.default: (1, None, 1),
+    aten.new_full.default: (1, 2, None),
+}
 
 
 @dataclass(frozen=True)
@@ -43,15 +52,36 @@ class DataNumbers:
 
     def accepts_tensor(self, node: fx.Node, args: Sequence[Any]) -> bool:
         """Whether a tensor can stand for such a symbol in an op's arguments."""
-        return (
+        return self._find_filled_rows(node, args) is not None or (
             node.target in _TENSOR_OR_NUMBER_OPS
+            and not node.kwargs
             and not _uses_sources(self, args[0])
             and not any(_uses_sources(self, a) for a in args[2:])
         )
 
+    def _find_filled_rows(self, node: fx.Node, args: Sequence[Any]) -> tuple[NumberSource, Any] | None:
+        """Returns whose rows a filled tensor has as its only dim, and its value: targets of class 0 for all
+        rows that a mask selects. None for other ops."""
+        if (places := _FILLED_OPS.get(cast(Any, node.target))) is None:
+            return None
+        sizes_at, value_at, value = places
+        sizes = args[sizes_at]
+        source = self.sources.get(str(sizes[0])) if len(sizes) == 1 else None
+        if source is None or source.dim is None:
+            return None
+        return source, value if value_at is None else args[value_at]
+
     def replace_number(self, node: fx.Node) -> None:
         """Replaces the number in a node's arguments by a tensor, if values of the inputs decide it."""
         args: Any = node.meta.get("args", ())
+        if args and (filled := self._find_filled_rows(node, args)) is not None:
+            source, value = filled
+            with node.graph.inserting_before(node):
+                rows = _ExpressionEmitter(node, self.sources).emit_rows(source)
+            node.target, node.args = aten.full_like.default, (rows, value)
+            node.kwargs = {"dtype": node.meta["dtype"]}
+            node.meta |= {"args": node.args, "kwargs": node.kwargs}
+            return
         if node.target not in _TENSOR_OR_NUMBER_OPS or len(args) < 2 or not _uses_sources(self, args[1]):
             return
         with node.graph.inserting_before(node):
@@ -121,19 +151,24 @@ class _ExpressionEmitter:
                 if not node.meta["shape"]
                 else self._add_node(aten.reshape.default, (node, []), node.meta["dtype"])
             )
-        indices: Any = node.args[1] if node.target is aten.index.Tensor else ()
-        masks = [i for i in indices if isinstance(i, fx.Node) and i.meta["dtype"] is torch.bool]
-        if len(masks) == 1:
-            return self._add_node(aten.sum.default, (masks[0],), torch.int64)
-        shape = list(node.meta["shape"])
-        line = node
+        if (mask := _find_mask(node)) is not None:
+            return self._add_node(aten.sum.default, (mask,), torch.int64)
+        line = self.emit_rows(source)
+        kwargs = {"dtype": torch.int64}
+        ones = self._add_node(aten.ones_like.default, (line,), torch.int64, line.meta["shape"], kwargs)
+        return self._add_node(aten.sum.default, (ones,), torch.int64)
+
+    def emit_rows(self, source: NumberSource) -> fx.Node:
+        """Emits a tensor with one entry for each row that a symbol counts: of the mask that selects them, so
+        that nothing else decides their number."""
+        line, shape = source.node, list(source.node.meta["shape"])
+        if (mask := _find_mask(line)) is not None:
+            rows = (shape[cast(int, source.dim)],)
+            return self._add_node(aten.index.Tensor, (mask, [mask]), torch.bool, rows)
         for dim in reversed([d for d in range(len(shape)) if d != source.dim]):
             del shape[dim]
-            line = self._add_node(aten.select.int, (line, dim, 0), node.meta["dtype"], tuple(shape))
-        ones = self._add_node(
-            aten.ones_like.default, (line,), torch.int64, tuple(shape), {"dtype": torch.int64}
-        )
-        return self._add_node(aten.sum.default, (ones,), torch.int64)
+            line = self._add_node(aten.select.int, (line, dim, 0), line.meta["dtype"], tuple(shape))
+        return line
 
     def _add_node(
         self, target: Any, args: tuple[Any, ...], dtype: torch.dtype, shape: Any = (), kwargs: Any = None
@@ -149,6 +184,13 @@ class _ExpressionEmitter:
         }
         node.meta |= {"args": args, "kwargs": kwargs or {}}
         return node
+
+
+def _find_mask(node: fx.Node) -> fx.Node | None:
+    """Returns the mask that selects the rows of an indexing's result; None without one."""
+    indices: Any = node.args[1] if node.target is aten.index.Tensor else ()
+    masks = [i for i in indices if isinstance(i, fx.Node) and i.meta["dtype"] is torch.bool]
+    return masks[0] if len(masks) == 1 else None
 
 
 def _expand_power(factor: Expr) -> list[Expr]:

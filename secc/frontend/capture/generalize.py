@@ -386,7 +386,7 @@ class _CaptureMerger:
         # also accepts a tensor in place of the number gets the tensor that holds it; no other op can be
         # called.
         decided = set[str]().union(*(symbol_names(e) for e in numbers)) & set(self._data_names)
-        if decided and self._data_numbers.accepts_tensor(node, arguments[0]) and not arguments[1]:
+        if decided and self._data_numbers.accepts_tensor(node, arguments[0]):
             for name in decided:
                 self._unused_reads.pop(name, None)
         elif decided:
