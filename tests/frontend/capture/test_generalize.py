@@ -363,9 +363,11 @@ def test_counts_that_values_decide_are_inferred_by_torch_or_refused() -> None:
     assert_exact(model, case, batch(6, 15, 3))
     case, model = generic(lambda m, h, mask: h[mask].sum() / (h[mask].shape[0] * h.shape[1] + 1))
     assert_exact(model, case, batch(6, 15, 3))
+    case, model = generic(lambda m, h, mask: h[mask].mean() * torch.ones(h[mask].shape[0]).sum())
+    assert_exact(model, case, batch(6, 15, 3))
     with pytest.raises(UserError, match="rows that values of the inputs decide"):
         generalize_captures(
-            observe(Model(lambda m, h, mask: h[mask].mean() * torch.ones(h[mask].shape[0]).sum()), SIZES)
+            observe(Model(lambda m, h, mask: h[mask].mean() * torch.arange(h[mask].shape[0]).sum()), SIZES)
         )
 
 
