@@ -68,7 +68,7 @@ def test_the_global_batch_s_balance_loss_is_exact_in_micro_batches(path: Path) -
     compiled = check_exactness(compile_model(path, CompileOptions(balance_loss="global")))
     assert "accepted" not in compiled.plan.checks
     statistics = [t for t in compiled.plan.terms if is_statistic(t.name)]
-    assert statistics and all(t.entries >= 4 for t in statistics)
+    assert max(t.entries for t in statistics) == 4  # one for each expert
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_ranks_train_with_the_global_batch_s_balance_loss(
 def test_mixtral_trains_with_the_global_batch_s_balance_loss(
     ranks: int, pins: tuple[str, ...], tmp_path: Path
 ) -> None:
-    (tmp_path / "mixtral.py").write_text(MIXTRAL)
-    path = write_recording_model("mixtral", tmp_path, tmp_path)
+    (tmp_path / "balanced_mixtral.py").write_text(MIXTRAL)  # the name of no other module in this process
+    path = write_recording_model("balanced_mixtral", tmp_path, tmp_path)
     options = CompileOptions(cluster=f"local:{ranks}", global_batch=6, set=pins, balance_loss="global")
     compile_model(path, options).write_plan(tmp_path / "plan", report_page)
     expected = train_in_one_process(path, 6, 3, tmp_path / "one")

@@ -70,6 +70,14 @@ def test_layers_of_models_are_cut_everywhere(config: Any) -> None:
     }
 
 
+def test_layers_in_bfloat16_are_cut_as_in_float32() -> None:
+    """Arguments are collected in float32, with which LayerNorm refuses weights in bfloat16."""
+    module, args, kwargs = first_layer(GPT2)
+    narrow = find_mapping(copy.deepcopy(module).bfloat16(), (args, kwargs), 2)
+    assert narrow.column_parallel == find_mapping(module, (args, kwargs), 2).column_parallel
+    assert len(narrow.row_parallel) == 2 and not narrow.unsplit_reasons
+
+
 def test_parts_of_fused_projections_are_found() -> None:
     module, args, kwargs = first_layer(PHI3)
     found, *_ = shown(module, *args, **kwargs)

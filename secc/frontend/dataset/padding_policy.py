@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import isqrt
 
 import torch
 from torch import nn
 
 from secc.frontend.dataset.input_symbols import ModelInputs
-from secc.frontend.dataset.survey import DatasetSurvey
+from secc.frontend.dataset.survey import DatasetSurvey, Sample, sequence_length
 from secc.runtime.errors import UserError
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import combine_sizes, pad_batch, read_symbol_sizes
@@ -31,6 +32,9 @@ _EXTRA_PADDING = 3  # positions of extra padding, odd so that it shows in patch 
 # Padding up to this multiple of a batch's own width, if the dataset has samples as wide: convolutions absorb
 # a few padded positions, so a little extra padding may not show.
 _MAX_WIDENING = 4
+# Pairs of positions in the rows of a batch, which attention takes time for. If a batch of a pattern has more,
+# the one with the fewest pairs is probed in place of all, and padded up to this many.
+_MAX_PAIRS = 1 << 26
 
 
 class WidthsReason(Enum):
@@ -111,11 +115,22 @@ def _is_padding_never_seen(
     batches = (
         (i, batch)
         for pattern in survey.micro_batch_patterns()
-        for i, batch in enumerate(survey.compose_batches(pattern)[:max_batches])
+        for i, batch in enumerate(_limit_pairs(survey.compose_batches(pattern)[:max_batches]))
     )
     return all(
         _is_padding_unseen(user, inputs, model, randomness, batch, far=i % 2 > 0) for i, batch in batches
     )
+
+
+def _limit_pairs(batches: list[list[Sample]]) -> list[list[Sample]]:
+    """Returns the batches of a pattern; if one is too large, the smallest of them twice, to be padded a
+    little and far."""
+
+    def count_pairs(batch: list[Sample]) -> int:
+        return len(batch) * max(map(sequence_length, batch)) ** 2
+
+    fits = all(count_pairs(batch) <= _MAX_PAIRS for batch in batches)
+    return batches if fits else [min(batches, key=count_pairs)] * 2
 
 
 def _is_padding_unseen(
@@ -123,14 +138,14 @@ def _is_padding_unseen(
     inputs: ModelInputs,
     model: nn.Module,
     randomness: PlanRandomness,
-    samples: list[dict[str, object]],
+    samples: list[Sample],
     far: bool,
 ) -> bool:
     """Whether loss and gradients of `samples` stay the same with extra padding."""
     batch = user.collate(samples)
     sizes = combine_sizes([read_symbol_sizes(batch, inputs.symbols)], inputs.symbols)
     wider_widths = {
-        s.name: _padded_width(inputs, s.name, sizes[s.name], far)
+        s.name: _padded_width(inputs, s.name, sizes[s.name], far, samples)
         for s in inputs.symbols
         if s.is_padded and sizes[s.name]
     }
@@ -146,8 +161,11 @@ def _is_padding_unseen(
         return False  # the model or collate refuses other widths
 
 
-def _padded_width(inputs: ModelInputs, name: str, own: int, far: bool) -> int:
-    """Returns a width to pad to: a little more than the batch's own, or, if `far`, that of the widest
-    drawn sample."""
-    widest = min(max(s[name] for s in inputs.sample_sizes), _MAX_WIDENING * own) if far else 0
+def _padded_width(inputs: ModelInputs, name: str, own: int, far: bool, samples: list[Sample]) -> int:
+    """Returns a width to pad `samples` to: a little more than the batch's own, or, if `far`, that of the
+    widest drawn sample, within limits."""
+    most = _MAX_WIDENING * own
+    if own == max(map(sequence_length, samples)):
+        most = min(most, isqrt(_MAX_PAIRS // len(samples)))
+    widest = min(max(s[name] for s in inputs.sample_sizes), most) if far else 0
     return max(own + _EXTRA_PADDING, widest)

@@ -35,6 +35,7 @@ from secc.runtime.tensor_parallel.rules.mark import (
     sources_of,
 )
 from secc.runtime.tensor_parallel.shape_mode import WholeShapeMode
+from secc.runtime.training.widened_floats import widened_floats
 
 PartSizes = tuple[int, ...]
 ModuleCall = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
@@ -218,7 +219,7 @@ def _try_mapping(
         inner.forward = _partial_forward(path, inner, count, search)
     try:
         args, kwargs = tree_map(_fresh_argument, call)
-        with torch.enable_grad(), WholeShapeMode(0, count) as mode:
+        with torch.enable_grad(), widened_floats(trial, torch.float32), WholeShapeMode(0, count) as mode:
             out = trial(*args, **kwargs)
         search.draws_random, search.head_counts = mode.drew_random_numbers, frozenset(mode.head_counts)
         if leaked := collect_marks(out):

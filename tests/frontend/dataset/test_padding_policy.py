@@ -1,0 +1,65 @@
+"""Long samples with pictures, which are never cropped, are padded in small batches to see whether that
+changes the loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.frontend.dataset.input_symbols import describe_inputs
+from secc.frontend.dataset.padding_policy import choose_padding_policy
+from secc.frontend.dataset.sampling import survey_dataset
+from secc.runtime.model.user_file import load_model_file
+
+MODEL = """
+import torch
+from torch import nn
+
+SHAPES = []
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.text, self.seen, self.head = nn.Embedding(30, 4), nn.Linear(5, 4), nn.Linear(4, 30)
+
+    def forward(self, input_ids, labels, picture):
+        SHAPES.append(tuple(input_ids.shape))
+        x = self.text(input_ids).cumsum(1) / 1000
+        x = torch.cat([x[:, :1] + self.seen(picture).sum(0), x[:, 1:]], 1)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) EXTRA
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        words = torch.full((LEAST + 100 * i,), 1 + i)
+        return dict(input_ids=words, labels=words, picture=torch.ones(1 + i % 3, 5))
+
+def model():
+    return Model()
+
+def dataset():
+    return Data()
+"""
+
+
+@pytest.mark.parametrize(
+    ("extra", "widths"), [("", "own"), ("+ x.mean()", "global")], ids=["ignored", "in a mean"]
+)
+@pytest.mark.parametrize(("least", "batches"), [(20, 5), (4000, 2)])
+def test_few_batches_of_long_samples_are_padded(
+    least: int, batches: int, extra: str, widths: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.replace("EXTRA", extra).replace("LEAST", str(least)))
+    user = load_model_file(path)
+    survey = survey_dataset(user)
+    found = choose_padding_policy(user, survey, describe_inputs(user, survey), user.build_model())
+    assert found.widths == widths
+    shapes: list[tuple[int, int]] = user.module.SHAPES
+    assert len(set(shapes)) > 1
+    assert all(rows * width**2 <= 2**26 for rows, width in shapes)
+    if widths == "own":
+        assert len(shapes) == 2 * batches  # padded, and as they are
