@@ -14,6 +14,7 @@ from torch import fx
 
 from secc.runtime.recorder.finalize import is_needed
 from secc.runtime.recorder.fold_parts import fold_parts
+from secc.runtime.recorder.fold_trims import fold_trims
 from secc.runtime.recorder.recording import Recording
 
 aten = torch.ops.aten
@@ -23,7 +24,9 @@ _GROWING_LIST = "*"  # in the name of an input that has the tensors of such a li
 
 
 def fold_joins(recording: Recording) -> Recording:
-    """Replace joins of all parts of one tensor, in place, and loops over parts; return the recording."""
+    """Replace joins of all parts of one tensor or of its trimmed rows, in place, and loops over parts; return
+    the recording."""
+    fold_trims(recording)
     never_split = set[fx.Node]()
     for node in list(recording.graph.nodes):
         if (only := _only_part(node)) is not None:

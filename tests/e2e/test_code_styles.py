@@ -152,8 +152,21 @@ def test_targets_may_be_filled_for_the_rows_that_a_mask_selects() -> None:
     assert "aten.full_like.default" in captured and "aten.zeros.default" not in captured
 
 
+def test_rows_cut_to_their_lengths_and_joined_are_rows_of_a_mask() -> None:
+    _, captured = compiled("trimmed_rows").dumps[0]
+    assert captured.count("aten.lt.Tensor") == 2 and "aten.slice.Tensor" not in captured
+
+
 NAMES = ["listed", "boxes", "per_sample", "kept", "chunked_loss", "task_heads"]
-MORE_NAMES = ["weighted_tasks", "graphs", "ragged_reader", "writes_argument", "answer_pairs", "masked_frames"]
+MORE_NAMES = [
+    "weighted_tasks",
+    "graphs",
+    "ragged_reader",
+    "writes_argument",
+    "answer_pairs",
+    "masked_frames",
+    "trimmed_rows",
+]
 
 
 @pytest.mark.slow
