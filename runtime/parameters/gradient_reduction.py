@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -54,8 +54,9 @@ class ReductionGroup:
     tensor parallelism each rank of a replica reduces with the ranks at the same position of the other
     replicas; the norm of a parameter that every rank of a replica holds whole must be counted once, so all
     positions but the first list it in `counted_elsewhere`. If the ranks of one replica take part in the same
-    sum, only the gradient of the replica's first rank may contribute: the others are `zeroed_ranks` and send
-    zeros.
+    sum, only the gradient of the replica's first rank may contribute: `repeated` has the section and the rank
+    of each other one, which drops what its backwards of that section give. A rank may repeat gradients of one
+    section and contribute those of another.
 
     `sharding` is "none", "zero1", "zero2" or "zero3".
     """
@@ -65,7 +66,7 @@ class ReductionGroup:
     ranks: tuple[int, ...]
     sharding: str = "none"
     counted_elsewhere: frozenset[str] = frozenset()
-    zeroed_ranks: frozenset[int] = frozenset()
+    repeated: frozenset[tuple[str, int]] = frozenset()
 
 
 def build_reduction_groups(
@@ -94,7 +95,7 @@ def build_reduction_groups(
         groups += (
             _groups_of_section(held_by[0], members, canonical)
             if len(held_by) == 1
-            else [_tied_group(held_by, members, canonical)]
+            else _tied_groups(held_by, members, canonical)
         )
     return groups
 
@@ -135,26 +136,28 @@ def _groups_of_section(
         yield ReductionGroup(summed_over_replica, (section.name,), tuple(sorted(mesh.ranks)), sharding)
 
 
-def _tied_group(
+def _tied_groups(
     sections: Sequence[Section], names: Sequence[str], canonical: Mapping[str, str]
-) -> ReductionGroup:
-    """Returns one group over the ranks of all `sections`. Raises ValueError if a rank would have to
-    contribute to the sum for one section and send zeros for another."""
-    contributing = {r for s in sections for r in s.mesh.ranks[:: s.mesh.tp]}
-    zeroed = {r for s in sections for r in s.mesh.ranks} - contributing
-    for s in sections:
-        others = set(s.mesh.ranks) - set(s.mesh.ranks[:: s.mesh.tp])
-        if others & contributing or not {canonical[n] for n in s.partial}.isdisjoint(names):
-            raise ValueError(
-                f"section {s.name} with tp={s.mesh.tp} shares {names[0]} with a section that has"
-                " another number of ranks in each replica"
-            )
-    return ReductionGroup(
-        tuple(names),
-        tuple(s.name for s in sections),
-        _ranks_of_sections(sections),
-        zeroed_ranks=frozenset(zeroed),
-    )
+) -> Iterator[ReductionGroup]:
+    """Yields groups over the ranks of all `sections`, one for each choice of sections in which the ranks of a
+    replica have partial gradients, which all contribute."""
+    partial = {s.name: {canonical[n] for n in s.partial} for s in sections}
+    alike: dict[frozenset[str], list[str]] = {}
+    for name in names:
+        alike.setdefault(frozenset(s for s, found in partial.items() if name in found), []).append(name)
+    for partly, members in alike.items():
+        repeated = frozenset(
+            (s.name, rank)
+            for s in sections
+            if s.name not in partly
+            for rank in set(s.mesh.ranks) - set(s.mesh.ranks[:: s.mesh.tp])
+        )
+        yield ReductionGroup(
+            tuple(members),
+            tuple(s.name for s in sections),
+            _ranks_of_sections(sections),
+            repeated=repeated,
+        )
 
 
 def _ranks_of_sections(sections: Iterable[Section]) -> tuple[int, ...]:
@@ -165,15 +168,14 @@ class _GradientBucket:
     """Gradients of one dtype, summed over the process group `group` in one flat message.
 
     `flat`: the parameters' shards if their optimizer is sharded; then the sum is a reduce-scatter. `free`:
-    release the gradients when the message starts (zero2). `silent`: send zeros, because another rank of this
-    replica contributes the same gradients.
+    release the gradients when the message starts (zero2).
     """
 
     def __init__(
-        self, params: list[nn.Parameter], group: Any, flat: FlatParameters | None, free: bool, silent: bool
+        self, params: list[nn.Parameter], group: Any, flat: FlatParameters | None, free: bool
     ) -> None:
         self.params, self.group, self.flat = params, group, flat
-        self.release_at_start, self.is_zeroed = free, silent
+        self.release_at_start = free
         self.has_gradient: list[bool] = []
         self.awaited = set[nn.Parameter]()  # gradients that the section's last backward has yet to accumulate
         self.is_ready, self.section = False, ""
@@ -184,8 +186,6 @@ class _GradientBucket:
         """Starts the sum without waiting for it."""
         self.has_gradient = [p.grad is not None for p in self.params]
         local_gradients = flatten_gradients(self.params, self.flat.buffer.numel() if self.flat else None)
-        if self.is_zeroed:
-            local_gradients.zero_()
         if self.release_at_start:
             self.release()
         if self.flat is None:
@@ -309,6 +309,10 @@ class GradientReducer:
             if rank in reduction.ranks
             for n in reduction.counted_elsewhere
         }
+        self._repeated: dict[str, list[nn.Parameter]] = {}  # by section, see `ReductionGroup`
+        for reduction in reduction_groups:
+            for section in sorted(s for s, r in reduction.repeated if r == rank):
+                self._repeated.setdefault(section, []).extend(params[n] for n in reduction.names)
         process_groups: dict[tuple[int, ...], Any] = {}
         for reduction in reduction_groups:
             if len(reduction.ranks) > 1 and reduction.ranks not in process_groups:
@@ -359,9 +363,8 @@ class GradientReducer:
             flat = (
                 self._make_flat_parameters(members, reduction, rank) if reduction.sharding != "none" else None
             )
-            free, silent = reduction.sharding == "zero2", rank in reduction.zeroed_ranks
             bucket_params = [p for _, p in members]
-            buckets.append(_GradientBucket(bucket_params, group, flat, free, silent))
+            buckets.append(_GradientBucket(bucket_params, group, flat, reduction.sharding == "zero2"))
             if flat is not None:
                 self._register_slices(flat, bucket_params, reduction)
         # Hooks on the last bucket gain nothing: a backward accumulates its gradients just before it ends.
@@ -417,6 +420,17 @@ class GradientReducer:
             param.grad = None
         for unit in self._zero3_units:
             unit.reset_gradients()
+
+    @contextmanager
+    def dropping_repeated(self, section: str) -> Iterator[None]:
+        """Context of a backward of `section`: gradients that another rank of the replica contributes are
+        dropped."""
+        before = [(param, param.grad) for param in self._repeated.get(section, ())]
+        for param, _ in before:
+            param.grad = None
+        yield
+        for param, gradient in before:
+            param.grad = gradient
 
     def arm_overlap_hooks(self, section: str) -> None:
         """Call before the last backward of `section` on this rank in this step: its buckets then start while

@@ -136,7 +136,8 @@ class Engine:
     `groups`: the process group of this rank's replica, for sections with several ranks per replica. `passes`:
     the gatherers of sections with zero3. `evaluates`: dropout in glue is off; blocks have their own mode.
     `exchanges`: of sections in which replicas have different experts. `stopwatch`: of the training engine,
-    for an engine that uses the same process groups.
+    for an engine that uses the same process groups. `accumulating(section)` makes the context of its
+    backwards.
     """
 
     def __init__(
@@ -152,7 +153,9 @@ class Engine:
         evaluates: bool = False,
         exchanges: Mapping[str, TokenExchange] | None = None,
         stopwatch: SectionStopwatch | None = None,
+        accumulating: Callable[[str], AbstractContextManager[None]] = lambda section: nullcontext(),
     ) -> None:
+        self.accumulating = accumulating
         self.plan, self.sections, self.transport, self.trace = plan, sections, transport, trace
         self.on_reduce, self.on_last_backward, self.groups = on_reduce, on_last, groups or {}
         self.gatherers, self.exchanges = passes or {}, exchanges or {}
@@ -427,7 +430,8 @@ class _StepExecution:
             roots = [(t, torch.zeros_like(t)) for t in ends if t.requires_grad]
         if live.exchange_end is not None and live.exchange_end.requires_grad:
             roots.append((live.exchange_end, torch.zeros_like(live.exchange_end)))
-        with self.during_compute(i), backward_context(live.draws):
+        accumulating = self.engine.accumulating(i.section)
+        with self.during_compute(i), backward_context(live.draws), accumulating:
             if self.engine.splits_backward[i.section]:
                 live.weight_backward = split_backward(roots, list(live.edge_leaves.values()))
             elif roots:
@@ -479,7 +483,8 @@ class _StepExecution:
         """Runs the second part of a split backward: the parameters' gradients."""
         live = self.in_flight[i.section, i.micro]
         assert live.weight_backward is not None
-        with self.during_compute(i), backward_context(live.draws):
+        accumulating = self.engine.accumulating(i.section)
+        with self.during_compute(i), backward_context(live.draws), accumulating:
             live.weight_backward()
         live.weight_backward, live.backward_owed = None, False
         if live.pending_consumers == 0:

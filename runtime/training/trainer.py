@@ -173,6 +173,7 @@ class Trainer:
             groups.replica,
             context.zero3.gatherers,
             exchanges=exchanges,
+            accumulating=self.reducer.dropping_repeated,
         )
         self._time_collectives(groups, exchange_groups)
         self._first_pass = (

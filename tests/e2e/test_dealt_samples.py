@@ -15,15 +15,17 @@ import pytest
 from secc.driver.compile import CompiledPlan
 from secc.driver.compile_options import CompileOptions
 from secc.driver.replan_from_run import plan_pins
+from secc.runtime.model.packed_collate import is_packed
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.schema import Section
 from tests.e2e.harness import (
     compile_and_write,
     find_differences,
     train_distributed,
+    train_in_one_process,
     write_recording_model,
 )
-from tests.e2e.reference_runs import MODELS_FOLDER, ReferencedModel
+from tests.e2e.reference_runs import MODELS_FOLDER, ReferencedModel, write_named_recording_model
 
 STEPS, GLOBAL_BATCH = 2, 12
 LONGEST_WHOLE = 14  # tokens of a sample that one rank may compute whole
@@ -135,3 +137,33 @@ def test_dropout_draws_the_same_on_dealt_samples(pins: str, tmp_path: Path) -> N
     reference = train_distributed(tmp_path / "one", 1, 3, tmp_path / "run_one")
     found = train_distributed(tmp_path / "dealt", ranks, 3, tmp_path / "run_dealt")
     assert list(find_differences(found, reference)) == []
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "pins"),
+    [
+        ("llama", 2, "model.cp=2 model.micro_batch=2"),
+        ("gemma3_text", 4, "model.cp=2 model.dp=2 model.micro_batch=1 model.sharding=zero3"),
+        ("llama", 4, "model.cp=4 model.micro_batch=2 model.recompute=full"),
+    ],
+)
+def test_packed_samples_are_dealt(name: str, ranks: int, pins: str, tmp_path: Path) -> None:
+    """Each rank computes some samples of a micro-batch in a row of their own, against plain PyTorch with
+    padding."""
+    model, trace = write_named_recording_model(name, tmp_path), tmp_path / "trace.json"
+    dealt = (*pins.split(), "model.cp_per=micro_batch")
+    made = compile_and_write(
+        model,
+        tmp_path / "plan",
+        cluster=f"local:{ranks}",
+        global_batch=GLOBAL_BATCH,
+        set=dealt,
+        pack="always",
+    )
+    found = train_distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run", "--trace", str(trace))
+    whole, _ = count_forwards(trace, made.plan.user_sections[0])
+    assert is_packed(made.plan.inputs) and whole > 1
+    expected = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    assert list(find_differences(found, expected)) == []

@@ -121,6 +121,12 @@ SLOW = {
         (5, "student.tp=2 student.pp=2 student.norms=sequence student.backward=split teacher.dp=1"),
         (5, "student.tp=2 student.pp=2 student.backward=split teacher.dp=1 bf16"),
     ],
+    "t5": [  # the sections share embeddings
+        (2, "decoder.with=encoder encoder.tp=2 decoder.cp=2"),
+        (2, "decoder.with=encoder encoder.tp=2 decoder.tp=2"),
+        (4, "decoder.with=encoder encoder.dp=4 decoder.tp=2 decoder.pp=2 bf16"),
+        (4, "encoder.tp=2 decoder.tp=2 decoder.sharding=zero3"),
+    ],
     "whisper_tiny": [
         (2, "encoder.with=decoder decoder.dp=2 decoder.micro_batch=1"),
         (4, "encoder.cp=2 decoder.cp=2 decoder.micro_batch=2"),

@@ -79,6 +79,16 @@ def test_sums_missing_gradients_and_norm(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(r["norm"] == pytest.approx(norm, rel=1e-12) for r in ranks)
 
 
+def test_a_rank_drops_the_gradients_that_it_repeats_of_one_section() -> None:
+    tied = nn.Parameter(torch.zeros(2))
+    group = ReductionGroup(("tied",), ("one", "two"), (0,), repeated=frozenset({("one", 0), ("two", 1)}))
+    reducer = GradientReducer([group], {"tied": tied}, 0, CPU)
+    for section, factor in (("two", 1), ("one", 10), ("two", 100)):
+        with reducer.dropping_repeated(section):
+            (factor * tied).sum().backward()
+    assert tied.grad is not None and tied.grad.tolist() == [101, 101]
+
+
 @pytest.mark.parametrize(
     "size", [3, gradient_reduction.NORM_BLOCK_ENTRIES, 5 * gradient_reduction.NORM_BLOCK_ENTRIES + 7]
 )
