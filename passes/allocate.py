@@ -33,6 +33,7 @@ from secc.alloc.problem.candidates import (
 from secc.alloc.problem.closed_form import PlanValue, evaluate_assignment
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import STRATEGIES, Assignment, Candidate, Problem, Solution
+from secc.alloc.problem.whole_batch import pin_whole_batches
 from secc.alloc.refine import prefetch_memory
 from secc.alloc.refine.dealt_sections import deal_where_shorter
 from secc.alloc.refine.in_flight_limits import in_flight_limit, undivided_limit
@@ -146,6 +147,7 @@ class Allocate(ModulePass):
         pins = pins_.parse_pins(
             (*self.stages, *self.set, *self.known), [s.sym.data for s in graph.sections], self.refused
         )
+        pins = pin_whole_batches(graph, pins)
         try:
             asked = self._build_problem(work, pins, size, free=True)
         except UserError:
@@ -168,6 +170,7 @@ class Allocate(ModulePass):
         cluster = cluster_with_overheads(graph, parse_cluster(self.cluster))
         ranks = self._rank_count(cluster)
         pins = pins_.parse_pins((*self.stages, *self.set), [s.sym.data for s in graph.sections], self.refused)
+        pins = pin_whole_batches(graph, pins)
         for section in graph.sections:
             if pins.splits_sequence(section.sym.data):
                 section.attributes["norms"] = StringAttr("sequence")

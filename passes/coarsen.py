@@ -15,7 +15,9 @@ cannot answer: `secc.driver.section_variants` allocates both variants and hands 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import ModuleOp, StringAttr
@@ -174,7 +176,7 @@ def _merge_stackless(grouping: BlockGrouping) -> None:
         candidates = [
             n
             for n in grouping.find_neighbours(group)
-            if n.when == group.when and n.mode in modes and not n.pinned
+            if n.when == group.when and n.mode in modes and not n.pinned and not _enlarges_batch(n, group)
         ]
         _merge_into_best(
             grouping,
@@ -200,9 +202,16 @@ def _merge_small(grouping: BlockGrouping, min_share: float, stacks: _StackThresh
         less = f"less than the {max(limit, min_share):.2g} that is worth ranks of its own"
         why = stacks.outcome if was_compared else less
         if group.weight < limit * total:
-            _merge_into_best(grouping, group, grouping.find_neighbours(group), f"{share}, {why}")
+            near = [n for n in grouping.find_neighbours(group) if not _enlarges_batch(n, group)]
+            _merge_into_best(grouping, group, near, f"{share}, {why}")
         elif was_compared:
             group.notes.append(f"{group.component} stays a section: {share}, {why}")
+
+
+def _enlarges_batch(a: BlockGroup, b: BlockGroup) -> bool:
+    """Whether a merge would let a stack of layers that could work in micro-batches take all samples of a step
+    at once."""
+    return any(x.whole_batch and not y.whole_batch and y.has_stack for x, y in ((a, b), (b, a)))
 
 
 def _merge_to_limit(grouping: BlockGrouping, sections: int) -> None:
@@ -237,10 +246,11 @@ def _merge_into_best(
 ) -> bool:
     """Merges `group` into the candidate that loses least by it; False if each candidate closes a cycle."""
 
-    def loss(candidate: BlockGroup) -> tuple[bool, bool, bool, bool, int, float]:
+    def loss(candidate: BlockGroup) -> tuple[bool, bool, bool, bool, bool, int, float]:
         owes_more = candidate.mode == "forward" and group.mode != "forward"
         return (
             owes_more,
+            candidate.whole_batch != group.whole_batch,
             candidate.mode != group.mode,
             candidate.when != group.when,
             not candidate.has_stack,
@@ -264,9 +274,9 @@ def _common_path_length(a: str, b: str) -> int:
 def _declare_sections(graph: GraphOp, grouping: BlockGrouping) -> None:
     """Inserts a `sec.section` for each group before the cases, producers first."""
     taken: list[str] = []
-    components = {g.component for g in grouping.groups}
+    modules = _modules_of_groups(grouping.groups)
     for group in grouping.sort_groups():
-        name = group.pinned or to_identifier(shortest_tail(group.component, components))
+        name = group.pinned or to_identifier(shortest_tail(modules[group], set(modules.values())))
         if name in taken:
             name = make_unique(f"{name}_{group.mode}", taken)
         taken.append(name)
@@ -278,6 +288,23 @@ def _declare_sections(graph: GraphOp, grouping: BlockGrouping) -> None:
         section = SectionOp.create(properties=properties)
         add_section_notes(section, *group.notes)
         _insert_before_cases(graph, section)
+
+
+def _modules_of_groups(groups: Sequence[BlockGroup]) -> dict[BlockGroup, str]:
+    """Returns the module that each group is named after: its component, or where several groups share that,
+    the innermost module around the blocks of each, if it has a name of its own."""
+    modules = {g: g.component for g in groups}
+    for group in groups:
+        if [*modules.values()].count(group.component) > 1:
+            inner = _common_module(group.blocks)
+            modules[group] = inner if inner and inner not in modules.values() else group.component
+    return modules
+
+
+def _common_module(blocks: Sequence[str]) -> str:
+    """The innermost module that holds all blocks, "" for the whole model."""
+    parts = zip(*(b.split(".") for b in blocks), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, parts))
 
 
 def _insert_before_cases(graph: GraphOp, op: SectionOp) -> None:

@@ -17,7 +17,9 @@ from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
+from secc.ir.analysis.whole_batch import mark_whole_batch
 from secc.ir.dialect.ops import (
+    CallOp,
     CaseOp,
     Computation,
     GlueOp,
@@ -78,24 +80,29 @@ class NormalizeLoss(ModulePass):
     (`secc.passes.loss.approximations`). balance_loss: "global" for balance losses from statistics of the
     global batch; global_sums: for all functions of them (`secc.passes.loss.batch_statistics`). gather: blocks
     with rows that the loss may compare with those of other samples (`secc.passes.loss.gathered_rows`) of the
-    `global_batch` samples."""
+    `global_batch` samples. whole_batch: blocks that take all samples of a step at once
+    (`secc.ir.analysis.whole_batch`)."""
 
     name = "normalize-loss"
     accept: tuple[str, ...] = ()
     balance_loss: str = ""
     global_sums: bool = False
     gather: tuple[str, ...] = ()
+    whole_batch: tuple[str, ...] = ()
     global_batch: int = 1
 
     def apply(self, ctx: XdslContext, op: ModuleOp) -> None:
         check_approximations(self.accept)
         graph = graph_of(op)
-        check_names(graph, self.gather)
+        check_names(graph, "--gather", self.gather)
+        check_names(graph, "--whole-batch", self.whole_batch)
         open_cases = [c for c in graph.cases if c.ops[-1].operands]
         several = StatisticUse.SEVERAL_NUMBERS if self.balance_loss == "global" else StatisticUse.NONE
         use = StatisticUse.ALL if self.global_sums else several
         found = [
-            _find_case_terms(case, *walk_loss(graph, case, self.accept, use, self.gather))
+            _find_case_terms(
+                case, *walk_loss(graph, case, self.accept, use, self.gather, self.whole_batch)
+            )
             for case in open_cases
         ]
         if use is StatisticUse.NONE and (
@@ -114,6 +121,7 @@ class NormalizeLoss(ModulePass):
             graph.attributes[LOGGED_ATTRIBUTE] = strings_attr(notes)
         contexts = [f.context for f in found]
         check_gathered(self.gather, contexts)
+        mark_whole_batch(graph, self.whole_batch, {path for c in contexts for path in c.reducing})
         if any(c.gathers for c in contexts):
             declare_all_samples(graph, self.global_batch)
         names, structure = TermNames(), StructureDigests()
@@ -152,12 +160,14 @@ def _find_case_terms(case: CaseOp, context: LossContext, state: ValueState) -> C
 def _symbols_of_shares(
     found: list[CaseTerms], keys: list[list[tuple[object, ...]]]
 ) -> dict[tuple[object, ...], str]:
-    """For parts that parameters alone decide and that only samples with some optional input have (the weight
-    of a task): the number of rows of this input. They count once for the batch if some sample has it."""
+    """For parts that parameters alone decide, or a block that takes all samples, and that only samples with
+    some optional input have (the weight of a task): the number of rows of this input. They count once for the
+    batch if some sample has it."""
     shares = dict[tuple[object, ...], str]()
     for f, known in zip(found, keys, strict=True):
         for key, part in zip(known, f.parts, strict=True):
-            if key in shares or not depends_on_parameters_alone(part):
+            once = depends_on_parameters_alone(part) or _is_of_whole_batch(f.context, part)
+            if key in shares or not once:
                 continue
             having = {i for i, other in enumerate(keys) if key in other}
             rows = (
@@ -167,6 +177,14 @@ def _symbols_of_shares(
             )
             shares[key] = next(filter(None, rows), SAMPLE_COUNT_SYMBOL)
     return shares
+
+
+def _is_of_whole_batch(context: LossContext, part: SumPart) -> bool:
+    """Whether a part counts once for the batch, computed by a block that takes all samples at once."""
+    if part.summed or part.atom is None or not context.reducing:
+        return False
+    calls = (op for op in ops_behind(part.atom) if isinstance(op, CallOp))
+    return any(op.target.data in context.reducing for op in calls)
 
 
 def _rows_symbol(context: LossContext, key: str) -> str:

@@ -33,6 +33,7 @@ from secc.ir.analysis.dataflow import (
 from secc.ir.analysis.recorded_glue import FALLBACK_ATTRIBUTE, recorded_label
 from secc.ir.analysis.row_order import RowOrder
 from secc.ir.analysis.transferable_values import can_transfer
+from secc.ir.analysis.whole_batch import whole_batch_of_block
 from secc.ir.dialect.digraph import MinCutNetwork
 from secc.ir.dialect.ops import BlockOp, CallOp, CaseOp, GlueOp, GraphOp, ParamOp, section_of, strings_of
 from secc.ir.dialect.size_expr import Expr
@@ -222,7 +223,10 @@ class _CaseNetwork:
     def _may_move_down(self, op: Operation) -> bool:
         """Glue that reads no parameter that trains, and frozen blocks that the consumer has room for."""
         if isinstance(op, CallOp):
-            room = block_weight_bytes(self.b.blocks[op.target.data]) <= self.b.room
+            block = self.b.blocks[op.target.data]
+            if whole_batch_of_block(block):
+                return False
+            room = block_weight_bytes(block) <= self.b.room
             return self.b.move_blocks and call_mode(op) == "forward" and room and op not in self.first
         return isinstance(op, GlueOp) and not is_random_op(op) and not reads_trainable_parameters(op)
 

@@ -30,6 +30,7 @@ from xdsl.ir import SSAValue
 
 from secc.errors import UserError
 from secc.ir.analysis.dataflow import is_random_op, producer_of
+from secc.ir.analysis.whole_batch import find_named_blocks
 from secc.ir.dialect.argument_template import format_arguments
 from secc.ir.dialect.ops import CallOp, Computation, GlueOp, GraphOp, SymbolOp
 from secc.ir.dialect.size_expr import Expr, size_symbol, symbol_names
@@ -208,11 +209,11 @@ def declare_all_samples(graph: GraphOp, global_batch: int) -> None:
     block.insert_ops_after([SymbolOp.create(properties=named)], last)
 
 
-def check_names(graph: GraphOp, names: Iterable[str]) -> None:
+def check_names(graph: GraphOp, option: str, names: Iterable[str]) -> None:
     """Raises UserError for a name that is no block, no part of one, and has no blocks in it."""
     for name in names:
-        if not any(_covers(name, block) or _covers(block, name) for block in graph.blocks):
-            message = f"--gather {name}: the model has no such block"
+        if not find_named_blocks(graph, name):
+            message = f"{option} {name}: the model has no such block"
             raise UserError(message, remedy=f"blocks are {', '.join(sorted(graph.blocks))}")
 
 

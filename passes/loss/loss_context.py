@@ -13,6 +13,7 @@ from xdsl.ir import Operation, SSAValue
 from secc.errors import UserError
 from secc.ir.analysis.dataflow import is_random_op, producer_of
 from secc.ir.analysis.recorded_glue import recorded_label
+from secc.ir.analysis.whole_batch import find_named_blocks
 from secc.ir.dialect.ops import CallOp, CaseOp, Computation, ConstOp, GlueOp, GraphOp, InputOp, ParamOp
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
@@ -56,6 +57,7 @@ class LossContext:
         statistics: StatisticUse = StatisticUse.NONE,
         gather: Iterable[str] = (),
         collects_names: bool = False,
+        whole_batch: Iterable[str] = (),
     ) -> None:
         self.graph, self.case, self.pending = graph, case, PendingOps()
         self.statistic_use = statistics  # which sums over the global batch may be read
@@ -64,6 +66,10 @@ class LossContext:
         self.collects_names = collects_names  # whether rows of other blocks are gathered, to name all of them
         self.unnamed: list[tuple[BadState, str]] = []  # ops that need them, and the blocks
         self.gathers: list[GatheredRows] = []
+        # Blocks that take all samples of a step at once, and those of them with results that are one value of
+        # all samples.
+        self.whole_batch = frozenset(path for name in whole_batch for path in find_named_blocks(graph, name))
+        self.reducing: set[str] = set()
         self.whole: set[SSAValue] = set()  # values that are computed from rows of the global batch
         self.whole_versions: dict[SSAValue, SSAValue] = {}  # of values of a micro-batch
         self.accept, self.accepted = (

@@ -74,11 +74,13 @@ def walk_loss(
     accept: Collection[str] = (),
     statistics: StatisticUse = StatisticUse.NONE,
     gather: Collection[str] = (),
+    whole_batch: Collection[str] = (),
 ) -> tuple[LossContext, ValueState]:
     """Facts about a case and the state of its loss; `accept` names the approximations that may be taken.
     statistics: which sums over the global batch ops may read. gather: blocks with rows that ops may read of
-    all its samples."""
-    context = LossContext(graph, case, accept, statistics, gather)
+    all its samples.
+    whole_batch: blocks that take all samples of a step at once."""
+    context = LossContext(graph, case, accept, statistics, gather, whole_batch=whole_batch)
     end = case.ops[-1]
     assert isinstance(end, ReturnOp)
     _walk_ops(context, ops_behind(end.operands[0]))
@@ -90,7 +92,13 @@ def _offer_names(context: LossContext, bad: BadState) -> BadState:
     """The bad state of a loss, with a remedy if rows of all samples of some blocks would make it good."""
     copy = context.case.clone()
     trial = LossContext(
-        context.graph, copy, context.accept, context.statistic_use, context.gather, collects_names=True
+        context.graph,
+        copy,
+        context.accept,
+        context.statistic_use,
+        context.gather,
+        collects_names=True,
+        whole_batch=context.whole_batch,
     )
     try:
         _walk_ops(trial, ops_behind(copy.ops[-1].operands[0]))

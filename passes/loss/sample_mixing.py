@@ -35,6 +35,7 @@ STATE_REMEDY = (
 # What couples the samples of a batch inside a block, by kind of hazard: the cause in words, and the remedy.
 COUPLINGS = {
     "batch_norm": ("batch norm in training mode", BATCH_NORM_REMEDY),
+    "batch_statistics": ("a batch norm over the samples of the batch", BATCH_NORM_REMEDY),
     "frequency": (
         "gradients by how often a row is looked up in the batch, scale_grad_by_freq",
         FREQUENCY_REMEDY,
@@ -134,22 +135,28 @@ def _attends_over_samples(op: Computation) -> bool:
 def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
     """A block's call is exact on rows; an output without samples, computed from samples, is a reduction
     inside the block that nothing is known about."""
-    block = ctx.graph.blocks[op.target.data]
-    if block.couples is not None:
+    path = op.target.data
+    block, takes_all = ctx.graph.blocks[path], path in ctx.whole_batch
+    offer = f"; or --whole-batch {path}, exact: {path} then computes all samples of a step at once"
+    if block.couples is not None and not takes_all:
         cause, remedy = COUPLINGS[block.couples.kind.data]
         place = f"{cause} ({block.couples.subject.data}) at {block.couples.where.data}"
-        return [ctx.refuse_op(op, f"couples the samples of a batch: {place}", remedy)] * len(op.results)
+        why = f"couples the samples of a batch: {place}"
+        return [ctx.refuse_op(op, why, remedy + offer)] * len(op.results)
     for value in op.operands:
         if not ctx.is_plain(value):
             return [ctx.refuse_op(op, "takes a value that depends on all samples")] * len(op.results)
     some = any(ctx.carries_samples(o) for o in op.operands)
     why = "reduces its samples to a value that is the whole batch's"
-    remedy = "compute the loss outside the block, from outputs that have a row for each sample"
+    remedy = f"compute the loss outside the block, from outputs that have a row for each sample{offer}"
     alone, outs = get_strings(op, BATCH_INDEPENDENT_ATTRIBUTE), [o.data for o in op.outs]
-    mixed = (
+    mixed = [
         some and out not in alone and not ctx.carries_samples(r)
         for out, r in zip(outs, op.results, strict=True)
-    )
+    ]
+    if takes_all:
+        ctx.reducing |= {path} if any(mixed) else set()
+        return [LOCAL_STATE] * len(op.results)
     return [take_function_of_sums(ctx, op, why, remedy) if bad else LOCAL_STATE for bad in mixed]
 
 

@@ -25,6 +25,7 @@ from secc.ir.analysis.dataflow import (
     strongest_mode,
 )
 from secc.ir.analysis.fusion_report import FUSED_ATTRIBUTE
+from secc.ir.analysis.whole_batch import whole_batch_of_block
 from secc.ir.dialect import digraph
 from secc.ir.dialect.ops import BlockOp, CallOp, CaseOp, GraphOp
 from secc.ir.dialect.readable_names import to_identifier
@@ -79,6 +80,7 @@ class BlockGroup:
     weight: float
     has_stack: bool
     pinned: str = ""  # the name that the user gave it
+    whole_batch: bool = False  # it takes all samples of a step at once
     notes: list[str] = field(default_factory=list[str])  # what joined it, and why
 
     def absorb(self, other: BlockGroup) -> None:
@@ -90,6 +92,7 @@ class BlockGroup:
         self.mode = strongest_mode([self.mode, other.mode])
         self.weight += other.weight
         self.has_stack |= other.has_stack
+        self.whole_batch |= other.whole_batch
         self.pinned = self.pinned or other.pinned
         self.notes += other.notes
 
@@ -185,7 +188,8 @@ def form_initial_groups(
         mode = strongest_mode([call_mode(c) for c in calls[path]])
         component = path if each_block else component_of(block)
         name = pinned.get(path, "")
-        group = BlockGroup([path], component, when, mode, work[path], _has_stack(block, blocks), name)
+        whole = bool(whole_batch_of_block(block))
+        group = BlockGroup([path], component, when, mode, work[path], _has_stack(block, blocks), name, whole)
         known = groups.setdefault(name or (component, when, mode), group)
         if known is not group:
             known.absorb(group)

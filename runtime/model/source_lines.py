@@ -53,6 +53,14 @@ def module_paths_by_id(model: nn.Module) -> dict[int, str]:
     return {id(module): path for path, module in model.named_modules()}
 
 
+def innermost_running_module() -> nn.Module | None:
+    """Return the innermost module with a forward that runs, None outside of all modules."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _MODULE_CALL_CODE:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
+
+
 def running_module_and_lines(paths: Mapping[int, str]) -> tuple[str, SourceLines]:
     """Return the path of the innermost running module among `paths`, and the user's lines on the stack from
     here out to the outermost of them.

@@ -183,6 +183,7 @@ _SECTION_FIELDS: dict[str, Shape] = {
     "cp_per": shapes.choice("section", "micro_batch"),
     "undivided": _COST,
     "undivided_bytes": _COUNT,
+    "whole_batch": _FLAG,
     "partial": _TEXTS,
     "units": _TEXTS,
 }
@@ -193,6 +194,7 @@ _LATER_FIELDS = (
     "cp_per",
     "undivided",
     "undivided_bytes",
+    "whole_batch",
     "micro_batch_tokens",
     "token_count",
 )

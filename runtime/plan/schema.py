@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,6 +175,8 @@ class Section:
     ranks ("gather" or "ulysses"). With `cp_per` "micro_batch", a micro-batch of several samples may be dealt:
     each rank of cp computes some samples whole (`runtime.plan.dealt_samples`) in the time and memory that
     `undivided` says, if what it keeps and needs temporarily is at most `undivided_bytes`.
+    With `whole_batch`, a replica has one micro-batch in a step, with all its samples, and replicas sum the
+    statistics of their batch norms (`runtime.sections.synchronized_norms`).
     """
 
     name: str
@@ -206,6 +209,7 @@ class Section:
     cp_per: str = "section"
     undivided: Cost = Cost()
     undivided_bytes: int = 0
+    whole_batch: bool = False
 
     @property
     def may_deal(self) -> bool:
@@ -214,7 +218,10 @@ class Section:
 
     @property
     def most_samples(self) -> int:
-        """The most samples of a micro-batch: `micro_batch`, or that many for each rank they are dealt to."""
+        """The most samples of a micro-batch: `micro_batch`, or that many for each rank they are dealt to; any
+        number for a section that takes all at once."""
+        if self.whole_batch:
+            return sys.maxsize
         return self.micro_batch * (self.mesh.cp if self.may_deal else 1)
 
     @property
@@ -500,6 +507,8 @@ def _section_to_dict(section: Section) -> dict[str, Any]:
     found = dataclasses.asdict(section)
     if section.cp_per == "section":
         del found["cp_per"], found["undivided"], found["undivided_bytes"]
+    if not section.whole_batch:
+        del found["whole_batch"]
     return found
 
 

@@ -141,16 +141,23 @@ def exchanges_tokens(section: Section) -> bool:
     return section.mesh.expert_replicas > 1
 
 
+def synchronizes_norms(section: Section) -> bool:
+    """Returns whether replicas of a section sum the statistics of their batch norms."""
+    return section.whole_batch and section.mesh.dp > 1
+
+
 def runs_in_lockstep(section: Section) -> bool:
     """Returns whether replicas communicate in every forward and backward, so that all run them in rounds."""
-    return gathers_parameters(section) or exchanges_tokens(section)
+    return gathers_parameters(section) or exchanges_tokens(section) or synchronizes_norms(section)
 
 
 def replicas_in_lockstep(section: Section) -> int:
     """Returns how many consecutive replicas wait for each other in every forward and backward: all that
-    gather parameters, or those that exchange tokens; 1 where each runs alone.
+    gather parameters or sum statistics of batch norms, or those that exchange tokens; 1 where each runs
+    alone.
     """
-    return section.mesh.dp if gathers_parameters(section) else section.mesh.expert_replicas
+    together = gathers_parameters(section) or synchronizes_norms(section)
+    return section.mesh.dp if together else section.mesh.expert_replicas
 
 
 def gather_rounds(

@@ -12,9 +12,10 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from secc.runtime.model.source_lines import SourceLines, current_source_line
+from secc.runtime.model.source_lines import SourceLines, current_source_line, innermost_running_module
 from secc.runtime.recorder.block_results import is_fake
 from secc.runtime.recorder.recording import Hazard, RandomOpCall
 
@@ -58,7 +59,8 @@ class BlockWatch:
         ):
             self.reads_values = True
         if _is_batch_norm(func) and _uses_batch_statistics(func, args, kwargs):
-            self.note_hazard("batch_norm", str(func))
+            of_module = isinstance(innermost_running_module(), _BatchNorm)
+            self.note_hazard("batch_norm" if of_module else "batch_statistics", str(func))
         if func is torch.ops.aten.embedding.default and _argument_by_name(
             func, args, kwargs, ("scale_grad_by_freq",), False
         ):

@@ -124,8 +124,9 @@ class RandomOpCall:
 class Hazard:
     """Something a plan must know about forward that its graph does not show.
 
-    kind: "batch_norm", "frequency" or "state" (`op` is then the name of a parameter or buffer) for what
-    couples samples inside a block; "autocast" for a region of a device that this machine does not have.
+    kind: "batch_norm" (in a module of torch's), "batch_statistics" (a batch norm in other code), "frequency"
+    or "state" (`op` is then the name of a parameter or buffer) for what couples samples inside a block;
+    "autocast" for a region of a device that this machine does not have.
     """
 
     path: str

@@ -67,14 +67,15 @@ _WantedUnit = tuple[int, int, str, _Unit]  # critical start time, depth of the s
 def find_prefetchable_sections(plan: Plan, graph: SectionGraph) -> list[Section]:
     """Returns the sections that may prefetch, producers first.
 
-    They have no backward, no trained parameter and unsharded replicas, the same holds for all their
-    ancestors, and no other section runs on their ranks (otherwise these are not idle at the end of a step).
+    They have no backward, no trained parameter, unsharded replicas and micro-batches, the same holds for
+    all their ancestors, and no other section runs on their ranks (otherwise these are not idle at the end of a step).
     """
     frozen_sections: list[Section] = []
     for s in graph.topological_order:
         frozen = (
             s.mode == "forward"
             and not gathers_parameters(s)
+            and not s.whole_batch
             and not any(plan.model.parameters.get(name, "").endswith(" train") for name in s.params)
         )
         if frozen and graph.ancestors[s.name] <= {f.name for f in frozen_sections}:

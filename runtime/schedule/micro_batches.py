@@ -279,7 +279,7 @@ class MicroBatchComposer:
         )
         for weights, ranks, sections in groups:
             _equalize_replica_load(load, sections)
-            if self.critical_section in sections and self.critical_section.most_samples > 1:
+            if self.critical_section in sections and _packs_micro_batches(self.critical_section):
                 critical, owner = self._assign_critical_micro_batches(ranks, weights[ranks], load)
             else:
                 owner = self._assign_samples(ranks, sections, weights[ranks], load)
@@ -299,11 +299,10 @@ class MicroBatchComposer:
                 # their assignment, in which those of a round are alike.
                 for p in filter(set(active).__contains__, in_rounds) if runs_in_lockstep(s) else active:
                     by_replica[owner[p]].append(p)
-        return ReplicaAssignment(
-            samples_by_replica,
-            critical
-            or [[(p,) for p in by_replica] for by_replica in samples_by_replica[self.critical_section.name]],
-        )
+        by_replica = samples_by_replica[self.critical_section.name]
+        if self.critical_section.whole_batch:
+            critical = [[tuple(sorted(samples))] if samples else [] for samples in by_replica]
+        return ReplicaAssignment(samples_by_replica, critical or [[(p,) for p in ps] for ps in by_replica])
 
     def _weigh_sections(self, sections: list[Section]) -> tuple[dict[Ranks, IntColumn], Ranks, list[Section]]:
         """Returns each sample's work by the ranks that do it, the ranks with most work, and the sections."""
@@ -529,7 +528,7 @@ class MicroBatchComposer:
         tables: dict[str, MicroBatchTable] = {}
         for s in self.plan.sections:
             positions = self.active_samples[s.name]
-            chunks = self._cut_in_order(s, positions)
+            chunks = _deal_evenly(positions, s.mesh.dp) if s.whole_batch else self._cut_in_order(s, positions)
             tables[s.name] = self.build_table(
                 s, [(i % s.mesh.dp, chunk) for i, chunk in enumerate(chunks)], list(range(self.sample_count))
             )
@@ -554,8 +553,11 @@ class MicroBatchComposer:
         time.
 
         Among equal start times the largest are together, which wastes the least padding. Replicas in lockstep
-        keep the order that their rounds have.
+        keep the order that their rounds have. A section that takes all samples at once has one micro-batch
+        for each replica.
         """
+        if section.whole_batch:
+            return [(r, tuple(sorted(samples))) for r, samples in enumerate(by_replica) if samples]
         if section.most_samples == 1:
             return [(r, (p,)) for r, positions in enumerate(by_replica) for p in positions]
         if section.may_deal:
@@ -674,6 +676,18 @@ def _add_empty_micro_batches(cut: AssignedMicroBatches, replicas: int, together:
     counts = Counter(r for r, _ in cut)
     most = [max(counts[q] for q in range(first, first + together)) for first in range(0, replicas, together)]
     return cut + [(r, ()) for r in range(replicas) for _ in range(most[r // together] - counts[r])]
+
+
+def _packs_micro_batches(section: Section) -> bool:
+    """Whether a section's samples are chosen to go together in micro-batches of several."""
+    return section.most_samples > 1 and not section.whole_batch
+
+
+def _deal_evenly(positions: Sequence[int], replicas: int) -> list[SamplePositions]:
+    """Cuts samples into a run for each replica, none of them empty."""
+    count = min(replicas, len(positions))
+    bounds = [i * len(positions) // count for i in range(count + 1)] if count else []
+    return [tuple(positions[a:b]) for a, b in pairwise(bounds)]
 
 
 def _equalize_replica_load(load: dict[int, int], sections: Iterable[Section]) -> None:

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from secc.runtime.model.autograd_state import is_in_backward
 from secc.runtime.plan.replica_routes import slice_bounds
 from secc.runtime.plan.schema import Shard
 from secc.runtime.tensor_parallel.autograd_collectives import ShardedRegion
@@ -203,7 +204,7 @@ class TokenExchange:
 
     def _enter_layer(self, first: int) -> None:
         """Takes part in the exchanges that were passed by before a layer with the mixture `first`."""
-        if not _is_in_backward():
+        if not is_in_backward():
             self._pass_by(first)
 
     def run_experts(
@@ -220,7 +221,7 @@ class TokenExchange:
 
         Raises RuntimeError if the ranks are at different modules.
         """
-        if not _is_in_backward():
+        if not is_in_backward():
             self._pass_by(experts.number)
             if experts.number != self.calls:
                 raise RuntimeError(
@@ -254,7 +255,7 @@ class TokenExchange:
         used = arriving[:, : 2 * own].view(count, 2, own).sum((0, 1)).bool().tolist()
         results = experts.compute(arrived, local.repeat_interleave(arriving[:, :own].flatten()), used, call)
         back = exchange_rows(results, received, sent, self.group)
-        if not _is_in_backward():
+        if not is_in_backward():
             self._chain = back[:0].sum(1)
             self.sent_rows += sum(sent) - sent[self.group.index]
         return back[torch.argsort(order)]
@@ -316,11 +317,6 @@ class TokenExchange:
             if chain.requires_grad:
                 chain.register_hook(lambda _, module=experts.module: self.require(module))
         return chain
-
-
-def _is_in_backward() -> bool:
-    """Whether a backward runs, so that what runs now is a recomputation."""
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def count_experts(module: nn.Module, shards: Iterable[Shard]) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from secc.runtime.plan.replica_routes import Ranks, cp_ranks_by_replica, ranks_by_replica
 from secc.runtime.plan.schema import Plan
-from secc.runtime.plan.step_program import exchanges_tokens
+from secc.runtime.plan.step_program import exchanges_tokens, synchronizes_norms
 
 
 class ReplicaGroup(Protocol):
@@ -159,4 +159,16 @@ def make_exchange_groups(plan: Plan, rank: int) -> dict[str, ReplicaProcessGroup
                 handle = dist.new_group(list(ranks))  # ascending, as a group numbers them
                 if rank in ranks:
                     groups[section.name] = ReplicaProcessGroup(ranks, rank, handle)
+    return groups
+
+
+def make_norm_groups(plan: Plan, rank: int) -> dict[str, ReplicaProcessGroup]:
+    """Returns the group of all replicas of each section that sums statistics of batch norms over them, if
+    this rank is one. Collective: call it on all ranks at the same point."""
+    groups: dict[str, ReplicaProcessGroup] = {}
+    for section in filter(synchronizes_norms, plan.sections):
+        ranks = tuple(section.mesh.ranks)
+        handle = dist.new_group(list(ranks))
+        if rank in ranks:
+            groups[section.name] = ReplicaProcessGroup(ranks, rank, handle)
     return groups

@@ -82,6 +82,10 @@ class LossAndGradients:
     loss: float
     gradients: Gradients
 
+    def with_changes(self, changes: Mapping[str, torch.Tensor]) -> LossAndGradients:
+        """Returns a result that holds the changes of buffers, too; they are compared as gradients are."""
+        return LossAndGradients(self.loss, {**self.gradients, **changes})
+
 
 def run_eager(
     model: nn.Module, batch: Mapping[str, Any], draws: MicroBatchDraws | None = None

@@ -14,7 +14,7 @@ part, outputs and gradients of received edges are joined, so that sends know not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +54,7 @@ from secc.runtime.randomness.micro_batch_draws import (
 )
 from secc.runtime.sections.base import Batch, SectionModule, Tensors
 from secc.runtime.sections.batch_statistic import BatchPlaces, BatchRows, BatchValues
+from secc.runtime.sections.synchronized_norms import SynchronizedNorms
 from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
 from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
 from secc.runtime.training.split_backward import split_backward
@@ -135,9 +136,9 @@ class Engine:
     after it and at the program's REDUCE instructions (for sections without a backward on this rank).
     `groups`: the process group of this rank's replica, for sections with several ranks per replica. `passes`:
     the gatherers of sections with zero3. `evaluates`: dropout in glue is off; blocks have their own mode.
-    `exchanges`: of sections in which replicas have different experts. `stopwatch`: of the training engine,
-    for an engine that uses the same process groups. `accumulating(section)` makes the context of its
-    backwards.
+    `exchanges`: of sections in which replicas have different experts. `norms`: of sections that replicas sum
+    statistics of. `stopwatch`: of the training engine, for an engine that uses the same process groups.
+    `accumulating(section)` makes the context of its backwards.
     """
 
     def __init__(
@@ -152,13 +153,14 @@ class Engine:
         passes: Mapping[str, UnitGatherer] | None = None,
         evaluates: bool = False,
         exchanges: Mapping[str, TokenExchange] | None = None,
+        norms: Mapping[str, SynchronizedNorms] | None = None,
         stopwatch: SectionStopwatch | None = None,
         accumulating: Callable[[str], AbstractContextManager[None]] = lambda section: nullcontext(),
     ) -> None:
         self.accumulating = accumulating
         self.plan, self.sections, self.transport, self.trace = plan, sections, transport, trace
         self.on_reduce, self.on_last_backward, self.groups = on_reduce, on_last, groups or {}
-        self.gatherers, self.exchanges = passes or {}, exchanges or {}
+        self.gatherers, self.exchanges, self.norms = passes or {}, exchanges or {}, norms or {}
         self.evaluates, self.step_count = evaluates, 0
         self.rank, self.device = transport.rank, transport.device
         planned = {s.name: s for s in plan.sections}
@@ -238,6 +240,10 @@ class _StepExecution:
         program, activity = self.step.schedule.programs[self.engine.rank], self.engine.trace.activity
         transport = self.engine.transport
         self.restore_prefetched()
+        for name, norms in self.engine.norms.items():
+            micros = self.step.schedule.micro_batches[name]
+            if micros:
+                norms.begin_step([bool(m.samples) for m in sorted(micros, key=lambda m: m.replica)])
         transport.start_step(self.layouts, self.step.schedule)
         last = {i.section: i for i in program if i.kind in ("B", "W")}
         for index, i in enumerate(program):
@@ -328,6 +334,8 @@ class _StepExecution:
             )
             if exchange is not None:
                 live.exchange_end = exchange.end_forward()
+            if i.section in engine.norms:
+                engine.norms[i.section].end_pass(True, engine.device)
 
     def join_outputs(self, i: Instruction, micro: MicroBatch, own: Tensors) -> Tensors:
         """Returns the outgoing edges of a dealt micro-batch, given those of this rank's part."""
@@ -364,7 +372,12 @@ class _StepExecution:
         return whole
 
     def run_empty_pass(self, i: Instruction) -> None:
-        """Takes part in the exchange of tokens of a round in which this rank has no samples."""
+        """Takes part in what other replicas exchange in a round in which this rank has no samples."""
+        if (norms := self.engine.norms.get(i.section)) is not None:
+            if i.kind == "B":
+                norms.share_gradients([False] * len(self.result_names(i.section)), self.engine.device)
+            norms.follow_pass(i.kind == "F", self.engine.device)
+            return
         exchange = self.engine.exchanges.get(i.section)
         if exchange is None:
             return
@@ -430,12 +443,17 @@ class _StepExecution:
             roots = [(t, torch.zeros_like(t)) for t in ends if t.requires_grad]
         if live.exchange_end is not None and live.exchange_end.requires_grad:
             roots.append((live.exchange_end, torch.zeros_like(live.exchange_end)))
+        norms = self.engine.norms.get(i.section)
+        if norms is not None:
+            roots += self.shared_roots(i.section, live, {id(t) for t, _ in roots}, norms)
         accumulating = self.engine.accumulating(i.section)
         with self.during_compute(i), backward_context(live.draws), accumulating:
             if self.engine.splits_backward[i.section]:
                 live.weight_backward = split_backward(roots, list(live.edge_leaves.values()))
             elif roots:
                 torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+            if norms is not None:
+                norms.end_pass(False, self.engine.device)
         if live.part is not None:
             self.join_leaf_gradients(i, live, live.part)
         # Consumers that return a gradient have taken their tensors before this backward; the others may do so
@@ -455,6 +473,25 @@ class _StepExecution:
         )
         if live.pending_consumers == 0 and not live.backward_owed:
             del self.in_flight[i.section, i.micro]
+
+    def result_names(self, section: str) -> list[str]:
+        """Returns the names of the edges and terms that a section computes."""
+        terms = [t.name for t in self.engine.plan.terms if t.section == section]
+        return [*(e.name for e in self.engine.edges_out_of[section]), *terms]
+
+    def shared_roots(
+        self, section: str, live: _InFlightMicroBatch, own: Container[int], norms: SynchronizedNorms
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns the results without a gradient here that have one on another replica, with zeros: the
+        statistics of the others depend on this rank's samples. own: ids of results with a gradient."""
+        found = live.outputs | live.loss_terms
+        results = [found.get(name) for name in self.result_names(section)]
+        needed = norms.share_gradients([id(t) in own for t in results], self.engine.device)
+        return [
+            (t, torch.zeros_like(t))
+            for t, wanted in zip(results, needed, strict=True)
+            if wanted and t is not None and id(t) not in own and t.requires_grad
+        ]
 
     def own_roots(
         self, i: Instruction, live: _InFlightMicroBatch, gradients: Tensors

@@ -125,6 +125,7 @@ class Evaluator:
             passes=engine.gatherers,
             evaluates=True,
             exchanges=engine.exchanges,
+            norms=engine.norms,
             stopwatch=engine.stopwatch,
         )
         self._terms = [t.name for t in plan.terms if not is_statistic(t.name)]

@@ -76,6 +76,7 @@ class FirstPass:
             passes=engine.gatherers,
             evaluates=engine.evaluates,
             exchanges=engine.exchanges,
+            norms=engine.norms,
             stopwatch=engine.stopwatch,
         )
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,9 @@ class OneRankPlan:
         """Returns loss and gradients of plain PyTorch for one global batch, with the plan's random
         numbers."""
         draws = PlanRandomness(self.model, self.plan.draws, self.plan.symbols).draws_for(self.user, samples)
-        return run_eager(self.model, self._widen(self.user.collate(samples)), draws)
+        with self._buffer_changes() as changes:
+            result = run_eager(self.model, self._widen(self.user.collate(samples)), draws)
+        return result.with_changes(changes)
 
     def compare_step(
         self, samples: Sequence[Mapping[str, Any]], max_samples: int, reference: Reference
@@ -240,10 +243,31 @@ class OneRankPlan:
         """Returns loss and gradients of one global batch, in micro-batches of at most `max_samples`
         samples."""
         self.model.zero_grad(set_to_none=True)
-        loss = self._execute(samples, max_samples).loss
+        with self._buffer_changes() as changes:
+            loss = self._execute(samples, max_samples).loss
         result = LossAndGradients(float(loss) + self.terms_module.CONSTANT, copy_gradients(self.model))
         self.model.zero_grad(set_to_none=True)
-        return result
+        return result.with_changes(changes)
+
+    @contextmanager
+    def _buffer_changes(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yields what is filled at the end with the changes of the model's buffers, by name, where sections
+        take the whole batch and may change them. Gives buffers back their values."""
+        changes = dict[str, torch.Tensor]()
+        if not any(s.whole_batch for s in self.plan.sections):
+            yield changes
+            return
+        before = {n: (b, b.clone()) for n, b in self.model.named_buffers()}
+        try:
+            yield changes
+        finally:
+            for name, (buffer, value) in before.items():
+                owner, _, key = name.rpartition(".")
+                module = self.model.get_submodule(owner)
+                if buffer.is_floating_point():
+                    changes[name] = module.get_buffer(key) - value
+                setattr(module, key, buffer)
+                buffer.data.copy_(value)
 
     def find_inexact_output(self, samples: Sequence[Mapping[str, Any]], max_samples: int) -> str:
         """Returns the name of a tensor that `metrics()` asks for and that plain PyTorch's forward of all

@@ -55,12 +55,14 @@ from secc.runtime.sections import recompute
 from secc.runtime.sections.base import SectionModule
 from secc.runtime.sections.batch_statistic import BatchValues
 from secc.runtime.sections.row_layers import install_row_layers, install_row_modules
+from secc.runtime.sections.synchronized_norms import SynchronizedNorms, find_batch_norms
 from secc.runtime.tensor_parallel import styles
 from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
 from secc.runtime.tensor_parallel.replica_group import (
     ReplicaGroups,
     ReplicaProcessGroup,
     make_exchange_groups,
+    make_norm_groups,
     make_replica_groups,
 )
 from secc.runtime.training.bad_tokens import naming_bad_tokens
@@ -134,6 +136,12 @@ class Trainer:
         styles.install_styles(self.plan, model, groups.tp, exchanges)
         exchanges = {n: e for n, e in exchanges.items() if e.experts}  # a stage may have no mixture
         install_row_modules(self.plan, model, context.rank)
+        norm_groups = make_norm_groups(self.plan, context.rank)
+        norms = {
+            s.name: SynchronizedNorms(find_batch_norms(model, s.blocks), norm_groups.get(s.name))
+            for s in self.plan.sections
+            if s.whole_batch and context.rank in s.mesh.ranks
+        }
         for section in self.plan.sections:
             if context.rank in section.mesh.ranks:
                 recompute.install_recompute(model, section.blocks, section.recompute)
@@ -174,8 +182,9 @@ class Trainer:
             context.zero3.gatherers,
             exchanges=exchanges,
             accumulating=self.reducer.dropping_repeated,
+            norms={name: norms[name] for name in norm_groups},
         )
-        self._time_collectives(groups, exchange_groups)
+        self._time_collectives(groups, exchange_groups | norm_groups)
         self._first_pass = (
             FirstPass(self.plan, model, self.engine, self.options.order)
             if has_statistics(self.plan)
@@ -272,11 +281,11 @@ class Trainer:
         )
 
     def _time_collectives(
-        self, groups: ReplicaGroups, exchange_groups: Mapping[str, ReplicaProcessGroup]
+        self, groups: ReplicaGroups, other_groups: Mapping[str, ReplicaProcessGroup]
     ) -> None:
         """Lets the stopwatch time how long this rank waits for the collectives of each section."""
         stopwatch, whole = self.engine.stopwatch, self.engine.whole_section
-        for by_section in (groups.replica, groups.tp, groups.cp, exchange_groups, self.engine.gatherers):
+        for by_section in (groups.replica, groups.tp, groups.cp, other_groups, self.engine.gatherers):
             for name, group in by_section.items():
                 group.timed = partial(stopwatch.time_collective, whole[name])
         self.reducer.timed = lambda section: stopwatch.time_collective(whole[section])

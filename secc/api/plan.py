@@ -296,6 +296,7 @@ def check(
     balance_loss: str = "",
     global_sums: bool = False,
     gather: Sequence[str] = (),
+    whole_batch: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ExactnessCheck:
     """Compiles a model for `ranks` CPU processes and compares the plan with plain PyTorch on small batches.
@@ -314,6 +315,7 @@ def check(
         balance_loss=balance_loss,
         global_sums=global_sums,
         gather=tuple(gather),
+        whole_batch=tuple(whole_batch),
     )
     compiled = compile_model(_as_model(model).path, options, progress)
     if progress is not None:

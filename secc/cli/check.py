@@ -14,6 +14,7 @@ from secc.cli.compile import (
     GLOBAL_SUMS_OPTION,
     JSON_OPTION,
     MODEL_ARGUMENT,
+    WHOLE_BATCH_OPTION,
 )
 from secc.cli.console import out, print_json, print_table, show_progress, styled
 
@@ -27,6 +28,7 @@ def command(
     balance_loss: BALANCE_OPTION = "",
     global_sums: GLOBAL_SUMS_OPTION = False,
     gather: GATHER_OPTION = None,
+    whole_batch: WHOLE_BATCH_OPTION = None,
     json: JSON_OPTION = False,
 ) -> None:
     """Check that a model can be compiled and that its plan computes what plain PyTorch computes."""
@@ -42,6 +44,7 @@ def command(
             balance_loss=balance_loss,
             global_sums=global_sums,
             gather=gather or (),
+            whole_batch=whole_batch or (),
             progress=show,
         )
     plan = result.plan

@@ -42,6 +42,14 @@ GATHER_OPTION = Annotated[
         metavar="NAME",
     ),
 ]
+WHOLE_BATCH_OPTION = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="a block that couples the samples of a batch (batch norm, codebooks): its section computes all"
+        " samples of a step at once",
+        metavar="NAME",
+    ),
+]
 JSON_OPTION = Annotated[bool, typer.Option("--json", help="print the result as JSON, and no progress")]
 
 # Reported by the compiler in this order; other steps are parts of these.
@@ -128,6 +136,7 @@ def command(
     balance_loss: BALANCE_OPTION = "",
     global_sums: GLOBAL_SUMS_OPTION = False,
     gather: GATHER_OPTION = None,
+    whole_batch: WHOLE_BATCH_OPTION = None,
     costs: Annotated[
         str, typer.Option(help="file of measured costs, written by secc profile", metavar="FILE")
     ] = "",
@@ -174,6 +183,7 @@ def command(
         balance_loss=balance_loss,
         global_sums=global_sums,
         gather=tuple(gather or ()),
+        whole_batch=tuple(whole_batch or ()),
         stats=stats,
         skip_bad_samples=skip_bad_samples,
         costs=costs,

@@ -25,6 +25,7 @@ from secc.codegen.section_modules import TERMS_SECTION, bodies_of, ops_for_value
 from secc.errors import UserError
 from secc.ir.analysis import fusion_report, random_ops, recorded_glue
 from secc.ir.analysis.dataflow import get_values
+from secc.ir.analysis.whole_batch import whole_batch_of_section
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import (
     BodyOp,
@@ -202,6 +203,7 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
         cp_per=attribute_value(op, "cp_per", "section"),
         undivided=_undivided_cost(op),
         undivided_bytes=attribute_value(op, "undivided_bytes", 0),
+        whole_batch=bool(whole_batch_of_section(graph, op)),
         units=_fsdp_units(graph, op) if attribute_value(op, "sharding", "none") == "zero3" else (),
     )
 

@@ -276,7 +276,7 @@ def load_and_capture(
     cast_model(meta, options.dtype)
     with time_step("draw samples"):
         survey = survey_dataset(user, options.stats_samples, skip_bad=options.skip_bad_samples)
-        inputs = describe_inputs(user, survey)
+        survey, inputs = _describe_with_or_without_crops(user, survey)
     with time_step("capture"):
         try:
             survey, inputs, capture = _capture_with_or_without_crops(user, meta, survey, inputs)
@@ -360,6 +360,20 @@ def unshardable_reason(user: UserModel, meta: nn.Module) -> str:
         if error.__cause__ is None:
             raise
         return f"optimizer() fails on this machine: {error.message}"
+
+
+def _describe_with_or_without_crops(
+    user: UserModel, survey: DatasetSurvey
+) -> tuple[DatasetSurvey, ModelInputs]:
+    """Describes inputs with shortened samples; if the user's `collate` refuses those (it stacks vectors of
+    one length), with the dataset's own."""
+    try:
+        return survey, describe_inputs(user, survey)
+    except UserError:
+        if not survey.has_crops:
+            raise
+    uncropped = survey.without_crops()
+    return uncropped, describe_inputs(user, uncropped)
 
 
 def _capture_with_or_without_crops(

@@ -46,6 +46,7 @@ class CompileOptions:
     balance_loss: str = ""  # "micro-batch" or "global"; "": refuse a balance loss
     global_sums: bool = False  # functions of sums over the batch: from those of the global batch
     gather: tuple[str, ...] = ()  # blocks with rows that the loss compares over the global batch
+    whole_batch: tuple[str, ...] = ()  # blocks that take all samples of a step at once
     stats: Path | None = None
     skip_bad_samples: bool = False
     costs: str = ""  # path of a file of measured costs

@@ -61,7 +61,8 @@ def _loss_options(options: CompileOptions) -> dict[str, Any]:
     exact = {"balance_loss": "global"} if options.balance_loss == "global" else {}
     gathered = {"gather": options.gather, "global_batch": options.global_batch} if options.gather else {}
     sums = {"global_sums": True} if options.global_sums else {}
-    return {"accept": tuple(accept), **exact, **sums, **gathered}
+    whole = {"whole_batch": options.whole_batch} if options.whole_batch else {}
+    return {"accept": tuple(accept), **exact, **sums, **gathered, **whole}
 
 
 def fusion_mode(options: CompileOptions) -> str:

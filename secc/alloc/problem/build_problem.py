@@ -30,6 +30,7 @@ from secc.cost.model.patterns_and_transfers import SectionTransfer, micro_batch_
 from secc.errors import UserError
 from secc.ir.analysis.token_count import token_count
 from secc.ir.analysis.tp_layouts import feasible_tp
+from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_section
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.validation.send_window import DEFAULT_SEND_LIMIT
 
@@ -117,7 +118,13 @@ def count_usable_ranks(work: Workload, strategy: str, pins: Pins, ranks: int) ->
         )
         for name, load in work.loads.items()
     }
-    counts = [work.active_sample_count(load) * largest_replica[name] for name, load in work.loads.items()]
+    replicas = {
+        name: 1
+        if whole_batch_of_section(work.graph, load.section) == ALONE
+        else work.active_sample_count(load)
+        for name, load in work.loads.items()
+    }
+    counts = [count * largest_replica[name] for name, count in replicas.items()]
     return max(counts) if strategy in {"colocate", "uniform"} else sum(counts)
 
 
@@ -244,6 +251,8 @@ def _micro_batch_limits(
 ) -> tuple[list[int], dict[str, int]]:
     """Returns the mean samples of a micro-batch to consider for `samples` samples on a replica, and the
     limits on tokens and samples if the section has a token budget."""
+    if whole_batch_of_section(work.graph, load.section):
+        return [samples], {}
     tokens = pins.pinned_number(load.name, "micro_batch_tokens")
     if tokens is None:
         return pins.micro_batch_choices(load.name, samples), {}

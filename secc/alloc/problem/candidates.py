@@ -44,6 +44,7 @@ from secc.errors import UserError
 from secc.ir.analysis import sample_sizes
 from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.analysis.tp_layouts import expert_counts
+from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_section
 from secc.ir.dialect.ops import GraphOp, SectionOp
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.plan.expr_eval import evaluate_expr, evaluate_expr_columns
@@ -428,6 +429,9 @@ def list_sharding_and_recompute(work: Workload, load: SectionLoad, pins: Pins) -
     if load.mode == "forward":
         _require_none_pinned(load, "recompute", pins, "it has no backward")
         recompute = ("none",)
+    if kind := whole_batch_of_section(work.graph, load.section):
+        sharding = tuple(s for s in sharding if s != "zero3")
+        recompute = ("none",) if kind == ALONE else recompute
     if pins.splits_backward(load.name):
         _require_none_pinned(load, "recompute", pins, "each part of a split backward would run it again")
         recompute = ("none",)

@@ -51,9 +51,8 @@ from secc.runtime.plan import schema
 from secc.runtime.recorder import Hazard, is_read_node, outline, read_value, take_at_path
 from secc.runtime.sections.autograd_functions import UserFunctionCall
 
-_COUPLING_KINDS = frozenset(
-    {"batch_norm", "frequency", "state"}
-)  # hazards that make samples depend on each other
+# Hazards that make samples depend on each other; a block that has several names the first of these.
+_COUPLING_KINDS = ("state", "frequency", "batch_statistics", "batch_norm")
 
 
 def capture_to_ir(capture: Capture) -> ModuleOp:
@@ -187,12 +186,10 @@ def _block_op(block: CapturedBlock, hazards: list[Hazard]) -> BlockOp:
     }
     if block.where:
         properties["where"] = StringAttr(block.where)
-    couples = next(
-        (CouplingAttr.of(h.kind, h.op, h.where) for h in hazards if h.kind in _COUPLING_KINDS),
-        None,
-    )
-    if couples is not None:
-        properties["couples"] = couples
+    coupling = [h for h in hazards if h.kind in _COUPLING_KINDS]
+    if coupling:
+        worst = min(coupling, key=lambda h: _COUPLING_KINDS.index(h.kind))
+        properties["couples"] = CouplingAttr.of(worst.kind, worst.op, worst.where)
     return BlockOp.create(properties=properties)
 
 
