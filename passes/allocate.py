@@ -44,6 +44,7 @@ from secc.cluster import GIB, Cluster, parse_cluster
 from secc.cost.model.step_overheads import cluster_with_overheads
 from secc.errors import UserError
 from secc.ir.analysis.token_count import token_count
+from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_section
 from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.ir.dialect.python_attributes import float_attr, int_attr, int_list_attr
 from secc.passes.annotate_costs import write_section_cost
@@ -230,9 +231,12 @@ class Allocate(ModulePass):
             return
         usable = count_usable_ranks(work, self.strategy, pins, ranks)
         if ranks > usable:
+            graph = work.graph
+            alone = [s.sym.data for s in graph.sections if whole_batch_of_section(graph, s) == ALONE]
+            why = f" (all samples of a step on one rank: {', '.join(alone)})" if alone else ""
             raise UserError(
                 f"expected at most {usable} ranks, for which a global batch of {work.global_batch} samples "
-                f"has work, got {ranks}",
+                f"has work{why}, got {ranks}",
                 remedy=f"use at most {usable} ranks, or a larger global batch",
             )
 

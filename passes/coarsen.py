@@ -26,6 +26,7 @@ from xdsl.passes import ModulePass
 from secc.cluster import parse_cluster
 from secc.errors import UserError
 from secc.ir.analysis.row_order import insert_unstacking
+from secc.ir.analysis.whole_batch import ALONE
 from secc.ir.dialect.ops import CaseOp, GraphOp, SectionOp, graph_of, strings_attr
 from secc.ir.dialect.readable_names import make_unique, shortest_tail, to_identifier
 from secc.passes.dce import DeadCodeElimination
@@ -209,9 +210,12 @@ def _merge_small(grouping: BlockGrouping, min_share: float, stacks: _StackThresh
 
 
 def _enlarges_batch(a: BlockGroup, b: BlockGroup) -> bool:
-    """Whether a merge would let a stack of layers that could work in micro-batches take all samples of a step
-    at once."""
-    return any(x.whole_batch and not y.whole_batch and y.has_stack for x, y in ((a, b), (b, a)))
+    """Whether a merge would let blocks that could work in micro-batches take all samples of a step at once:
+    a stack of layers, or any blocks that would lose all replicas but one."""
+    return any(
+        x.whole_batch and not y.whole_batch and (y.has_stack or x.whole_batch == ALONE)
+        for x, y in ((a, b), (b, a))
+    )
 
 
 def _merge_to_limit(grouping: BlockGrouping, sections: int) -> None:
@@ -250,7 +254,7 @@ def _merge_into_best(
         owes_more = candidate.mode == "forward" and group.mode != "forward"
         return (
             owes_more,
-            candidate.whole_batch != group.whole_batch,
+            bool(candidate.whole_batch) != bool(group.whole_batch),
             candidate.mode != group.mode,
             candidate.when != group.when,
             not candidate.has_stack,
@@ -292,13 +296,12 @@ def _declare_sections(graph: GraphOp, grouping: BlockGrouping) -> None:
 
 def _modules_of_groups(groups: Sequence[BlockGroup]) -> dict[BlockGroup, str]:
     """Returns the module that each group is named after: its component, or where several groups share that,
-    the innermost module around the blocks of each, if it has a name of its own."""
-    modules = {g: g.component for g in groups}
-    for group in groups:
-        if [*modules.values()].count(group.component) > 1:
-            inner = _common_module(group.blocks)
-            modules[group] = inner if inner and inner not in modules.values() else group.component
-    return modules
+    the innermost module around the blocks of each."""
+    components = [g.component for g in groups]
+    return {
+        g: (_common_module(g.blocks) if components.count(g.component) > 1 else "") or g.component
+        for g in groups
+    }
 
 
 def _common_module(blocks: Sequence[str]) -> str:

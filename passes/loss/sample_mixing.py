@@ -108,9 +108,8 @@ def _check_batch_norm(ctx: LossContext, op: Computation, position: int | None) -
     type = tensor_type(op.operands[0])
     over = set(ctx.sample_dims(type)) - {1}
     if training and over:
-        return ctx.refuse_op(
-            op, "takes its mean and variance over the samples of the batch", BATCH_NORM_REMEDY
-        )
+        remedy = f"{BATCH_NORM_REMEDY}; or call it in a module with parameters, for --whole-batch MODULE"
+        return ctx.refuse_op(op, "takes its mean and variance over the samples of the batch", remedy)
     return None
 
 

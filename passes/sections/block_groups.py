@@ -25,7 +25,7 @@ from secc.ir.analysis.dataflow import (
     strongest_mode,
 )
 from secc.ir.analysis.fusion_report import FUSED_ATTRIBUTE
-from secc.ir.analysis.whole_batch import whole_batch_of_block
+from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_block
 from secc.ir.dialect import digraph
 from secc.ir.dialect.ops import BlockOp, CallOp, CaseOp, GraphOp
 from secc.ir.dialect.readable_names import to_identifier
@@ -80,7 +80,7 @@ class BlockGroup:
     weight: float
     has_stack: bool
     pinned: str = ""  # the name that the user gave it
-    whole_batch: bool = False  # it takes all samples of a step at once
+    whole_batch: str = ""  # how it takes all samples of a step at once, "" if it works in micro-batches
     notes: list[str] = field(default_factory=list[str])  # what joined it, and why
 
     def absorb(self, other: BlockGroup) -> None:
@@ -92,7 +92,7 @@ class BlockGroup:
         self.mode = strongest_mode([self.mode, other.mode])
         self.weight += other.weight
         self.has_stack |= other.has_stack
-        self.whole_batch |= other.whole_batch
+        self.whole_batch = min(filter(None, (self.whole_batch, other.whole_batch)), default="")  # ALONE first
         self.pinned = self.pinned or other.pinned
         self.notes += other.notes
 
@@ -183,20 +183,31 @@ def form_initial_groups(
     blocks = [b for path, b in graph.blocks.items() if path in calls]
     work = _expected_work(graph, calls)
     groups: dict[object, BlockGroup] = {}
+    behind = _blocks_behind_whole(graph)
     for block in blocks:
         path, when = block.path.data, frozenset(get_strings(block, "when"))
         mode = strongest_mode([call_mode(c) for c in calls[path]])
         component = path if each_block else component_of(block)
         name = pinned.get(path, "")
-        whole = bool(whole_batch_of_block(block))
+        whole = whole_batch_of_block(block)
         group = BlockGroup([path], component, when, mode, work[path], _has_stack(block, blocks), name, whole)
-        known = groups.setdefault(name or (component, when, mode), group)
+        # Blocks of a component before and behind one that takes the whole batch alone work in micro-batches.
+        known = groups.setdefault(name or (component, when, mode, whole, path in behind), group)
         if known is not group:
             known.absorb(group)
     idle = [
         b for path, b in graph.blocks.items() if path not in calls and FUSED_ATTRIBUTE not in b.attributes
     ]
     return list(groups.values()) or [BlockGroup([], "", frozenset(), "train", 0.0, False)], idle
+
+
+def _blocks_behind_whole(graph: GraphOp) -> set[str]:
+    """The blocks that depend on one that takes all samples of a step on one rank."""
+    found = {path for path, block in graph.blocks.items() if whole_batch_of_block(block) == ALONE}
+    flows, first = BlockLinks.from_cases(graph.cases).flows if found else (), set(found)
+    while more := {b for a, b in flows if a in found and b not in found}:
+        found |= more
+    return found - first
 
 
 def parse_section_pins(graph: GraphOp, sections: Iterable[str]) -> dict[str, str]:

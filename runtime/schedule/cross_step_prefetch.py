@@ -68,7 +68,8 @@ def find_prefetchable_sections(plan: Plan, graph: SectionGraph) -> list[Section]
     """Returns the sections that may prefetch, producers first.
 
     They have no backward, no trained parameter, unsharded replicas and micro-batches, the same holds for
-    all their ancestors, and no other section runs on their ranks (otherwise these are not idle at the end of a step).
+    all their ancestors, and no other section runs on their ranks (otherwise these are not idle at the end of
+    a step).
     """
     frozen_sections: list[Section] = []
     for s in graph.topological_order:

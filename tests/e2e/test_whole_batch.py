@@ -44,8 +44,38 @@ def test_a_tower_with_batch_norms_takes_all_samples_of_a_step_in_one_micro_batch
     assert [(s.name, s.whole_batch) for s in plan.sections] == [("tower", True), ("model", False)]
 
 
-def test_several_replicas_have_norms_alone_in_common() -> None:
-    """A batch norm that the user's code calls as a function is not synchronized."""
+def test_a_norm_that_is_called_as_a_function_leaves_one_replica(tmp_path: Path) -> None:
+    source = (MODELS / "batchnorm.py").read_text()
+    called = """class Function(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return F.batch_norm(x, None, None, self.weight, training=True)
+
+
+class Classifier"""
+    source = source.replace("class Classifier", called, 1).replace("nn.BatchNorm1d(16)", "Function()")
+    (tmp_path / "model.py").write_text(source)
+    options = CompileOptions(cluster="local:1", whole_batch=("norm",))
+    plan = check_exactness(compile_model(tmp_path / "model.py", options), required=True).plan
+    assert any(s.whole_batch and "norm" in s.blocks for s in plan.sections)
+    with pytest.raises(UserError, match="dp=2 is impossible: the section takes all samples"):
+        compile_model(
+            tmp_path / "model.py",
+            CompileOptions(
+                cluster="local:2",
+                whole_batch=("norm",),
+                set=("model.dp=2",),
+                sections=("model=inner+norm+head",),
+            ),
+        )
+
+
+def test_an_unknown_block_is_refused() -> None:
+    with pytest.raises(UserError, match="--whole-batch towers: the model has no such block"):
+        compile_model(TOWER, CompileOptions(whole_batch=("towers",)))
 
 
 @pytest.mark.gloo
@@ -71,11 +101,57 @@ def test_ranks_train_with_statistics_of_all_samples(
 ) -> None:
     """Uneven numbers of images on replicas, in some steps fewer than replicas, against plain PyTorch."""
     path = write_recording_model("normed_tower", tmp_path, MODELS)
-    options = CompileOptions(
-        cluster=f"local:{ranks}", global_batch=batch, whole_batch=("tower",), **choices
-    )
+    options = CompileOptions(cluster=f"local:{ranks}", global_batch=batch, whole_batch=("tower",), **choices)
     compile_model(path, options).write_plan(tmp_path / "plan", report_page)
     expected = train_in_one_process(path, batch, 4, tmp_path / "one")
     found = train_distributed(tmp_path / "plan", ranks, 4, tmp_path / "run")
     assert list(find_differences(found, expected)) == []
     assert_buffers_equal(path, batch, 4, tmp_path / "run" / "saved")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("ranks", "choices"),
+    [
+        (2, {}),
+        pytest.param(
+            3,
+            {
+                "strategy": "apart",
+                "set": ("encoder.dp=1", "encoder.micro_batch=2", "decoder.dp=1", "decoder.micro_batch=1"),
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_codebook_moves_as_in_plain_pytorch(
+    ranks: int, choices: dict[str, tuple[str, ...]], tmp_path: Path
+) -> None:
+    """Buffers that forward changes by sums over the batch, and a loss that the block itself takes the mean
+    of."""
+    path = write_recording_model("moving_codebook", tmp_path, MODELS)
+    options = CompileOptions(cluster=f"local:{ranks}", global_batch=7, whole_batch=("quantizer",), **choices)
+    compiled = compile_model(path, options)
+    compiled.write_plan(tmp_path / "plan", report_page)
+    assert [s.name for s in compiled.plan.sections if s.whole_batch] == ["quantizer"]
+    expected = train_in_one_process(path, 7, 4, tmp_path / "one")
+    found = train_distributed(tmp_path / "plan", ranks, 4, tmp_path / "run")
+    assert list(find_differences(found, expected)) == []
+    assert_buffers_equal(path, 7, 4, tmp_path / "run" / "saved")
+
+
+@pytest.mark.gloo
+def test_an_evaluation_uses_running_statistics(tmp_path: Path) -> None:
+    choices = {"sections": APART, "set": ("images.dp=2", "texts.dp=2", "images.with=texts")}
+    options = CompileOptions(cluster="local:2", global_batch=7, whole_batch=("tower",), **choices)
+    compile_model(TOWER, options).write_plan(tmp_path / "plan", report_page)
+    run = ["--steps", "3", "--eval-every", "3", "--eval-batch", "5", "--workers", "0"]
+    run += ["--save", str(tmp_path / "run"), "--log-dir", str(tmp_path)]
+    run_plan_ranks(tmp_path / "plan", 2, run)
+    user = load_model_file(TOWER)
+    model = user.build_model().eval()
+    model.load_state_dict(load_full_state_dict(tmp_path / "run"))
+    with torch.no_grad():
+        expected = model(**user.collate(list(user.call_function("eval_dataset"))))
+    found = next(m for m in read_metrics(tmp_path) if "eval" in m)
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-6)
