@@ -43,3 +43,22 @@ def test_a_length_that_contradicts_shortened_samples_is_no_fault_of_the_model(tm
     compiled = check_exactness(compile_model(tmp_path / "model.py", options))
     assert compiled.survey.has_crops
     assert all(p["exact"] for p in compiled.plan.checks["patterns"])  # pyright: ignore
+
+
+STACKING = """
+
+def collate(samples):
+    return {key: torch.stack([s[key] for s in samples]) for key in samples[0]}
+
+
+def dataset():
+    return [{"ids": torch.arange(1, 7) + i % 3, "lengths": torch.tensor(6)} for i in range(12)]
+"""
+
+
+def test_a_collate_that_stacks_vectors_of_one_length_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL + STACKING)
+    options = CompileOptions(cluster="local:1", global_batch=4)
+    compiled = check_exactness(compile_model(tmp_path / "model.py", options))
+    assert not compiled.survey.has_crops
+    assert all(p["exact"] for p in compiled.plan.checks["patterns"])  # pyright: ignore
