@@ -100,9 +100,7 @@ class NormalizeLoss(ModulePass):
         several = StatisticUse.SEVERAL_NUMBERS if self.balance_loss == "global" else StatisticUse.NONE
         use = StatisticUse.ALL if self.global_sums else several
         found = [
-            _find_case_terms(
-                case, *walk_loss(graph, case, self.accept, use, self.gather, self.whole_batch)
-            )
+            _find_case_terms(case, *walk_loss(graph, case, self.accept, use, self.gather, self.whole_batch))
             for case in open_cases
         ]
         if use is StatisticUse.NONE and (

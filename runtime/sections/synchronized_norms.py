@@ -55,8 +55,8 @@ class SynchronizedNorms:
             norm.forward = self._wrap_forward(norm, norm.forward)
 
     def _wrap_forward(
-        self, norm: nn.Module, inner: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        self, norm: nn.Module, inner: Callable[..., torch.Tensor]
+    ) -> Callable[..., torch.Tensor]:
         @functools.wraps(inner)
         def forward(input: torch.Tensor) -> torch.Tensor:
             again = is_in_backward()

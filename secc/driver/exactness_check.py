@@ -167,8 +167,8 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
     )
     remedy = (
         "the model couples samples in a way that capture did not see, or keeps something from one call of a "
-        "module to the next (a counter, a buffer); --whole-batch BLOCK computes such a block exactly, else train "
-        "it with --max-sections 1 on one rank, and report it"
+        "module to the next (a counter, a buffer); --whole-batch BLOCK computes such a block exactly; else "
+        "train it with --max-sections 1 on one rank, and report it"
     )
     if compiled.plan.draws:
         first = compiled.plan.draws[0]

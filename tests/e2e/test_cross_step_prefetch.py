@@ -31,7 +31,7 @@ def ahead(trace: Path) -> list[dict[str, Any]]:
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tower on one rank, the rest on two, micro-batches of unlike sizes."""
     path = tmp_path_factory.mktemp("plan") / "plan"
-    pins = ("model.dp=1", "model.micro_batch=3", "model_train.dp=2", "model_train.micro_batch=2")
+    pins = ("tower.dp=1", "tower.micro_batch=3", "model.dp=2", "model.micro_batch=2")
     made = compile_and_write(
         MODELS / "frozen_tower.py",
         path,
@@ -81,11 +81,11 @@ def test_images_of_the_next_step_are_seen_before_the_last_texts_of_this_one(tmp_
     """The tower and the teacher share ranks; the teacher's replica needs images that both have seen."""
     path = write_recording_model("taught_pictures", tmp_path, MODELS)
     pins = (
-        "model.with=model_forward",
-        "model.dp=2",
+        "tower.with=model",
+        "tower.dp=2",
+        "tower.micro_batch=1",
+        "model.tp=2",
         "model.micro_batch=1",
-        "model_forward.tp=2",
-        "model_forward.micro_batch=1",
         "model_train.dp=1",
         "model_train.micro_batch=2",
     )
@@ -97,9 +97,9 @@ def test_images_of_the_next_step_are_seen_before_the_last_texts_of_this_one(tmp_
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     forwards = sorted((e for e in events if e.get("cat") == "F"), key=lambda e: e["ts"])
     order = [(e["args"]["section"], bool(e["args"].get("ahead"))) for e in forwards if e["pid"] == 0]
-    assert ("model", True) in order[: order.index(("model_forward", True))]
-    early = [k for k, what in enumerate(order) if what == ("model", True)]
-    assert any(("model_forward", False) in order[k : k + 5] for k in early)
+    assert ("tower", True) in order[: order.index(("model", True))]
+    early = [k for k, what in enumerate(order) if what == ("tower", True)]
+    assert any(("model", False) in order[k : k + 5] for k in early)
 
 
 @pytest.mark.parametrize(
