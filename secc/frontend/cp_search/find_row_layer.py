@@ -113,9 +113,9 @@ def _run_rank(
     attention: str,
     group: ThreadGroup,
 ) -> _RowRun:
-    module, found = copy.deepcopy(whole), _RowRun(ModuleRun([], [], {}))
-    for p in module.parameters():
-        p.grad = None
+    # Parameters of a layer may take gigabytes: ranks have gradients of their own, but share the values.
+    shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in whole.parameters()}
+    module, found = copy.deepcopy(whole, shared), _RowRun(ModuleRun([], [], {}))
     fuse(module)
     wrap_row_modules(module, row_modules)
     running = [""]
