@@ -6,7 +6,7 @@ parallelism (cp) of Llama 13B on 1x8xH100.
 For each length the decoder of `tools/published` is compiled for a global batch of 2**20 tokens; that gives
 the row `no pin`. Other rows pin choices, as `secc explain --what-if` does, and price them from the IR that
 the plan directory keeps. Where a choice does not fit, its row has what it needs at the least, and no step.
-Nothing runs on a GPU. Compiling for 131,072 tokens takes 16 GiB of memory here.
+Nothing runs on a GPU. Compiling for 131,072 tokens takes 12 GiB of memory here.
 """
 
 from __future__ import annotations
