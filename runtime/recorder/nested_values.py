@@ -16,6 +16,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from secc.runtime.model.dataclass_args import dataclass_to_dict
 from secc.runtime.model.user_file import is_model_file_module
@@ -68,6 +69,13 @@ def iter_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor
         yield path, value
     for step, child in children_of(value) or ():
         yield from iter_tensors(child, path + step)
+
+
+def holds_packed_sequence(value: Any) -> bool:
+    """Whether a nested value holds a `PackedSequence`."""
+    return isinstance(value, PackedSequence) or any(
+        holds_packed_sequence(child) for _, child in children_of(value) or ()
+    )
 
 
 def iter_batch_tensors(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -708,6 +708,10 @@ class Recorder:
             message = f"the shapes of block {path} cannot be found: {type(error).__name__}: {error}"
             remedy = "take a larger module as the block"
             raise self._block_error(path, message, remedy, where=error_source_line(error)) from error
+        if nested_values.holds_packed_sequence(out):
+            # Its rows stand time step after time step, so they cannot be told apart by sample.
+            message = f"block {path} returns a PackedSequence, which cannot be written into a plan"
+            raise self._block_error(path, message, _UNWRITABLE_ARGUMENT_REMEDIES["PackedSequence"])
         return (
             out,
             frozenset() if self._watch.reads_values else input_independent,
