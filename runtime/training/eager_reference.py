@@ -6,7 +6,7 @@ Every claim of exactness is a comparison with this, under the tolerances that ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,14 +77,11 @@ Gradients = dict[str, torch.Tensor | None]
 @dataclass(frozen=True)
 class LossAndGradients:
     """The loss and the gradient of each trainable parameter, None where the loss does not reach it. A tied
-    parameter is listed once."""
+    parameter is listed once. changes: what forward added to buffers, where that was looked at."""
 
     loss: float
     gradients: Gradients
-
-    def with_changes(self, changes: Mapping[str, torch.Tensor]) -> LossAndGradients:
-        """Returns a result that holds the changes of buffers, too; they are compared as gradients are."""
-        return LossAndGradients(self.loss, {**self.gradients, **changes})
+    changes: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
 
 def run_eager(
@@ -157,17 +154,19 @@ class ResultDifference:
 def compare_results(
     result: LossAndGradients, reference: LossAndGradients, tolerances: Tolerances = FLOAT32_TOLERANCES
 ) -> ResultDifference:
-    """Returns how far `result` is from the reference, in units of the tolerances.
+    """Returns how far `result` is from the reference, in units of the tolerances. Changes of buffers are
+    compared as gradients are.
 
     A gradient that is None on one side only is infinitely far.
     """
     loss = abs(result.loss - reference.loss) / (tolerances.loss * max(abs(reference.loss), 1e-12))
-    total = sum(_double_norm(g) ** 2 for g in reference.gradients.values() if g is not None) ** 0.5
     worst, gradient = "", 0.0
-    for name, expected in reference.gradients.items():
-        distance = _gradient_distance(result.gradients.get(name), expected, total, tolerances)
-        if distance > gradient or not worst:
-            worst, gradient = name, distance
+    for found, wanted in ((result.gradients, reference.gradients), (result.changes, reference.changes)):
+        total = sum(_double_norm(g) ** 2 for g in wanted.values() if g is not None) ** 0.5
+        for name, expected in wanted.items():
+            distance = _gradient_distance(found.get(name), expected, total, tolerances)
+            if distance > gradient or not worst:
+                worst, gradient = name, distance
     return ResultDifference(loss, gradient, worst)
 
 

@@ -148,7 +148,7 @@ class OneRankPlan:
         draws = PlanRandomness(self.model, self.plan.draws, self.plan.symbols).draws_for(self.user, samples)
         with self._buffer_changes() as changes:
             result = run_eager(self.model, self._widen(self.user.collate(samples)), draws)
-        return result.with_changes(changes)
+        return dataclasses.replace(result, changes=changes)
 
     def compare_step(
         self, samples: Sequence[Mapping[str, Any]], max_samples: int, reference: Reference
@@ -245,9 +245,10 @@ class OneRankPlan:
         self.model.zero_grad(set_to_none=True)
         with self._buffer_changes() as changes:
             loss = self._execute(samples, max_samples).loss
-        result = LossAndGradients(float(loss) + self.terms_module.CONSTANT, copy_gradients(self.model))
+        loss_value = float(loss) + self.terms_module.CONSTANT
+        result = LossAndGradients(loss_value, copy_gradients(self.model), changes)
         self.model.zero_grad(set_to_none=True)
-        return result.with_changes(changes)
+        return result
 
     @contextmanager
     def _buffer_changes(self) -> Iterator[dict[str, torch.Tensor]]:
