@@ -12,7 +12,7 @@ SAMPLE = ("cumsum", "chunk", "diag", "logsumexp", "nn.functional.conv1d", "nn.fu
 @pytest.mark.parametrize("name", SAMPLE)
 def test_no_op_that_mixes_samples_is_taken_for_separable(name: str) -> None:
     pytest.importorskip("expecttest", reason="torch's own tests need it")
-    from tests.passes.op_claims import Verdict, claims_of_op, named_ops
+    from tests.passes.op_claims import Verdict, all_entries, claims_of_entry
 
-    claims = [c for op in named_ops() if op.name == name for c in claims_of_op(op)]
+    claims = [c for entry in all_entries() if entry.name == name for c in claims_of_entry(entry)]
     assert claims and not [c for c in claims if c.verdict is Verdict.FALSE_SEPARABLE]
