@@ -3,13 +3,14 @@
 The loss's terms, sums over rows since `normalize-loss`, are read as formulas over heads' logits
 (`secc.passes.fusion.formula_reader`), and rules say which operators compute them
 (`secc.passes.fusion.operator_rules`). A head's call goes away only if all uses of its logits do, so a loss is
-fused where nothing else needs the logits. The operators read the user's own parameters. What was fused, and
-why other losses on heads were not, is noted in the graph (`secc.ir.analysis.fusion_report`).
+fused where nothing else needs the logits. Cross entropies of rows that something without a formula takes
+(weights that are trained, sums by sample as for preferences) are computed row by row. The operators read the user's own parameters. What
+was fused, and why other losses on heads were not, is noted in the graph (`secc.ir.analysis.fusion_report`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from xdsl.context import Context
@@ -44,7 +45,7 @@ from secc.passes.fusion.operator_rules import (
     can_be_joint,
     find_objection,
 )
-from secc.passes.fusion.term_groups import TermGroup
+from secc.passes.fusion.term_groups import RowLosses, TermGroup
 from secc.runtime.plan.schema import FusionRecord
 
 _NO_RULE_MATCHES = "no fused operator computes its loss"
@@ -92,43 +93,54 @@ class _CaseFuser:
         self.refused: dict[LinearHead, tuple[str, str]] = {}  # why, where
 
     def fuse_case(self) -> list[FusionRecord]:
-        found = self._select_groups(term_groups.group_terms(self.case, self.reader))
-        notes = _LossRewriter(self.graph, self.case, found, self.without).rewrite_groups() if found else []
-        fused = {logits.head for group in found for piece in group.pieces for logits in piece.logits}
+        found = self._select_groups(
+            [
+                *term_groups.group_terms(self.case, self.reader),
+                *term_groups.find_row_losses(self.reader),
+            ]
+        )
+        groups = [g for g in found if isinstance(g, TermGroup)]
+        rows = self._used_rows(groups, [g for g in found if isinstance(g, RowLosses)])
+        notes = [self._replace_rows(each) for each in rows]
+        if groups:
+            notes = _LossRewriter(self.graph, self.case, groups, self.without).rewrite_groups() + notes
+        fused = {head for group in [*groups, *rows] for head in _heads_of_pieces(group)}
         return notes + [self._describe_refusal(head) for head in self.reader.compared if head not in fused]
 
-    def _select_groups(self, found: list[TermGroup]) -> list[TermGroup]:
+    def _select_groups(self, found: Sequence[TermGroup | RowLosses]) -> list[TermGroup | RowLosses]:
         """Returns the groups that operators compute, without groups that share a head with something
         that needs its logits."""
         kept = [g for g in found if self._is_computable(g)]
         while True:
             live = _needed_ops(self.case, kept)
-            needed = {
-                p_logits.head
-                for g in kept
-                for p in g.pieces
-                for p_logits in p.logits
-                if _head_op(p_logits.head) in live
-            }
+            needed = {head for g in kept for head in _heads_of_pieces(g) if _head_op(head) in live}
             if not needed:
                 return kept
             self.refused |= {head: self._describe_other_use(head, live) for head in needed}
-            kept = [
-                g for g in kept if not any(logits.head in needed for p in g.pieces for logits in p.logits)
-            ]
+            kept = [g for g in kept if not needed & _heads_of_pieces(g)]
 
-    def _is_computable(self, group: TermGroup) -> bool:
+    def _is_computable(self, group: TermGroup | RowLosses) -> bool:
+        place = source_line(group.terms[0] if isinstance(group, TermGroup) else _defining_op(group.value))
         for piece in group.pieces:
             why = f"the rule {piece.rule} is off" if piece.rule in self.without else find_objection(piece)
             if why:
-                self.refused |= {
-                    logits.head: (why, source_line(group.terms[0]))
-                    for g in [group]
-                    for p in g.pieces
-                    for logits in p.logits
-                }
+                self.refused |= {head: (why, place) for head in _heads_of_pieces(group)}
                 return False
         return True
+
+    def _used_rows(self, groups: Sequence[TermGroup], rows: Sequence[RowLosses]) -> list[RowLosses]:
+        """The rows that the case still reads once groups of terms and rows are replaced."""
+        live = _needed_ops(self.case, [*groups, *rows])
+        return [each for each in rows if any(use.operation in live for use in each.value.uses)]
+
+    def _replace_rows(self, rows: RowLosses) -> FusionRecord:
+        """Put the operator before the op that computes rows from logits, and its rows in their place."""
+        op = _defining_op(rows.value)
+        emitter = OperatorEmitter(self.graph, self.case, op)
+        emitter.set_source_line(source_line(op))
+        rows.value.replace_all_uses_with(emitter.emit_rows(rows.pieces, rows.value))
+        what = " and ".join(head_title(h) for h in dict.fromkeys(p.student.head for p in rows.pieces))
+        return FusionRecord(CROSS_ENTROPY_RULE, f"{what} (row by row)", source_line(op))
 
     def _describe_refusal(self, head: LinearHead) -> FusionRecord:
         """Why a head's loss stays as it is."""
@@ -241,30 +253,42 @@ def _move_terms_to_end(case: CaseOp) -> Operation:
     return terms[0]
 
 
-def _needed_ops(case: CaseOp, replaced: Iterable[TermGroup]) -> set[Operation]:
-    """The ops that a case needs once groups of terms are replaced: what other terms, guards and the operators
-    themselves read."""
+def _needed_ops(case: CaseOp, replaced: Iterable[TermGroup | RowLosses]) -> set[Operation]:
+    """The ops that a case needs once groups of terms, and rows, are replaced: what other terms, guards and
+    the operators themselves read."""
     chosen = list(replaced)
-    gone = {term for group in chosen for term in group.terms}
-    stack: list[Operation] = []
+    gone = {term for group in chosen if isinstance(group, TermGroup) for term in group.terms}
+    rows = {group.value: group.pieces for group in chosen if isinstance(group, RowLosses)}
+    stack: list[SSAValue] = []
     for op in case.ops:
         if isinstance(op, TermOp):
-            stack += [_defining_op(o) for o in (op.operands if op not in gone else op.operands[1:])]
+            stack += op.operands if op not in gone else op.operands[1:]
         elif isinstance(op, GuardOp | OutputOp | ReturnOp):
-            stack += [_defining_op(o) for o in op.operands]
-    stack += [_defining_op(value) for group in chosen for value in group.iter_operands()]
-    found: set[Operation] = set()
+            stack += op.operands
+    for group in chosen:
+        if isinstance(group, TermGroup):
+            stack += term_groups.iter_operands(group.pieces)
+    found, seen = set[Operation](), set[SSAValue]()
     while stack:
-        op = stack.pop()
-        if op not in found:
+        value = stack.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value in rows:
+            stack += term_groups.iter_operands(rows[value])
+        elif (op := _defining_op(value)) not in found:
             found.add(op)
-            stack += [_defining_op(o) for o in op.operands]
+            stack += op.operands
     return found
 
 
 def _defining_op(value: SSAValue) -> Operation:
     assert isinstance(value.owner, Operation)
     return value.owner
+
+
+def _heads_of_pieces(group: TermGroup | RowLosses) -> set[LinearHead]:
+    return {logits.head for piece in group.pieces for logits in piece.logits}
 
 
 def _head_op(head: LinearHead) -> Operation:

@@ -18,6 +18,7 @@ from xdsl.ir import SSAValue
 from secc.ir.dialect.ops import GlueOp
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import tensor_type
+from secc.passes.fusion.not_a_formula import NotAFormula
 
 KIND_ENTRIES, KIND_ROWS, KIND_TOTAL = "entries", "rows", "total"
 SHAPE_OPS = frozenset(
@@ -53,11 +54,12 @@ def append_view(rows: tuple[Expr, ...], views: tuple[RowView, ...], view: RowVie
 
 @dataclass(frozen=True)
 class RowSource:
-    """A label, or a boolean mask, for each row."""
+    """A label, a boolean mask, or a weight (`is_weight`: a number that needs no gradient) for each row."""
 
     value: SSAValue
     views: tuple[RowView, ...] = ()
     negated: bool = False
+    is_weight: bool = False
 
     def with_view(self, view: RowView) -> RowSource:
         return replace(self, views=append_view(tensor_type(self.value).shape, self.views, view))
@@ -162,7 +164,7 @@ class LogSumExp:
 FormulaFactor = VocabEntry | TokenSum | PickedEntry | LogSumExp
 ProductKey = tuple[
     frozenset[RowSource], tuple[FormulaFactor, ...]
-]  # masks that a product is multiplied by, and its factors
+]  # masks and weights that a product is multiplied by, and its factors
 FormulaTerms = Mapping[ProductKey, float]
 
 
@@ -199,13 +201,17 @@ class Formula:
         found = Formula(self.kind, {}, self.axis)
         for (masks, factors), number in self.terms.items():
             for (more, others), weight in other.terms.items():
-                key = (masks | more, sort_factors((*factors, *others)))
+                key = (_join_masks(masks, more), sort_factors((*factors, *others)))
                 found = found.plus(Formula(self.kind, {key: number * weight}, self.axis))
         return found
 
     def mask_rows(self, mask: RowSource) -> Formula:
         return replace(
-            self, terms={(masks | {mask}, factors): n for (masks, factors), n in self.terms.items()}
+            self,
+            terms={
+                (_join_masks(masks, frozenset([mask])), factors): n
+                for (masks, factors), n in self.terms.items()
+            },
         )
 
     def map_sources(self, change: Callable[[Any], Any], axis: int | None = None) -> Formula:
@@ -235,6 +241,14 @@ class Formula:
 
         self.map_sources(note_logits)
         return list(found)
+
+
+def _join_masks(masks: frozenset[RowSource], more: frozenset[RowSource]) -> frozenset[RowSource]:
+    """The masks and weights of a product. A mask twice is the mask; a weight twice is its square, which no
+    set shows, so it raises NotAFormula."""
+    if any(m.is_weight for m in masks & more):
+        raise NotAFormula("rows are multiplied by one weight twice")
+    return masks | more
 
 
 def read_source(value: SSAValue) -> RowSource:

@@ -96,17 +96,16 @@ class FormulaReader:
         return float(value) if isinstance(value, int | float) else None
 
     def read_mask(self, value: SSAValue, like: TensorType, axis: int | None) -> RowSource:
-        """A factor of rows as a mask. Raises NotAFormula unless it is 0 or 1 everywhere and needs no
-        gradient."""
+        """A factor of rows as a mask, or as a weight unless it is 0 or 1 everywhere. Raises NotAFormula for
+        one that needs a gradient, and for one that rounds less than the rows."""
         kind = tensor_type(value)
         if kind.requires_grad:
             raise NotAFormula("rows are weighted by something that is trained")
         found = read_boolean(value)
         if found is None:
-            raise NotAFormula(
-                "rows are weighted by numbers that need not be 0 or 1; a comparison (mask != 0) "
-                "would show that they are"
-            )
+            if FLOAT_SIZES.get(kind.dtype.data, 0) > FLOAT_SIZES.get(like.dtype.data, 8):
+                raise NotAFormula(f"rows are weighted in {kind.dtype.data}, more than the loss has")
+            found = replace(read_source(value), is_weight=True)
         wanted = row_views.row_dims(like.shape, axis)
         shape = (*(like.shape[0] * 0 + 1 for _ in range(len(like.shape) - len(kind.dims))), *kind.shape)
         if axis is not None and shape[axis] != 1:
@@ -185,13 +184,17 @@ def _read_detach(r: FormulaReader, op: Computation) -> Formula:
 
 
 def _scale_formula(formula: Formula, number: float) -> Formula:
-    """Logits stay logits when they are scaled."""
+    """Logits stay logits when they are scaled; capped ones are capped elsewhere then."""
     plain = formula.single_factor()
-    if isinstance(plain, PlainLogit) and formula.kind == KIND_ENTRIES and not plain.of.softcap:
-        return formula.map_sources(
-            lambda s: s if isinstance(s, RowSource) else replace(s, scale=s.scale * number)
+    if not isinstance(plain, PlainLogit) or formula.kind != KIND_ENTRIES:
+        return formula.scale_by(number)
+    if plain.of.softcap and (number <= 0 or plain.of.softcap == loss_ops.PENDING_TANH):
+        return formula.scale_by(number)
+    return formula.map_sources(
+        lambda s: (
+            s if isinstance(s, RowSource) else replace(s, scale=s.scale * number, softcap=s.softcap * number)
         )
-    return formula.scale_by(number)
+    )
 
 
 def _read_multiply(r: FormulaReader, op: Computation) -> Formula:

@@ -6,7 +6,8 @@ Ops are inserted before one op of the case, equal ops once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Attribute, Operation, SSAValue
@@ -107,14 +108,17 @@ class OperatorEmitter:
             value = self.emit_glue("aten.t.default", [value], "$0", shape)
         return self.slice_tokens(value, logits, shape)
 
-    def emit_bias(self, logits: HeadLogits) -> SSAValue | None:
-        """The head's bias, [tokens]; None for a head without one."""
-        bias = logits.head.bias
-        return (
-            None
-            if bias is None
-            else self.slice_tokens(self.emit_parameter(bias), logits, [logits.head.tokens])
-        )
+    def emit_bias(self, logits: HeadLogits, factor: float) -> SSAValue | None:
+        """The head's bias times `factor`, [tokens]; None for a head without one."""
+        if logits.head.bias is None:
+            return None
+        value = self.emit_parameter(logits.head.bias)
+        if logits.fixed and tensor_type(value).requires_grad:
+            value = self.emit_glue("aten.detach.default", [value], "$0", tensor_type(value).shape)
+        value = self.slice_tokens(value, logits, [logits.head.tokens])
+        if factor == 1:
+            return value
+        return self.emit_glue("aten.mul.Tensor", [value], f"$0, {factor!r}", tensor_type(value).shape)
 
     def slice_tokens(self, value: SSAValue, logits: HeadLogits, shape: list[int]) -> SSAValue:
         """The first `logits.tokens` rows of a parameter of shape `shape`."""
@@ -146,10 +150,7 @@ class OperatorEmitter:
     def emit_mask(self, masks: Sequence[RowSource], lead: tuple[Expr, ...]) -> SSAValue | None:
         """The conjunction of masks in the rows' shape `lead`; None for all rows."""
         total: SSAValue | None = None
-        order: dict[SSAValue, int] = {
-            value: i for i, op in enumerate(self.case.ops) for value in op.results
-        }  # sets have none
-        for source in sorted(masks, key=lambda m: (order[m.value], m.negated, str(m.views))):
+        for source in self._in_order(masks):
             value = self.apply_views(source.value, source.views)
             if source.negated:
                 value = self.emit_glue("aten.logical_not.default", [value], "$0", tensor_type(value).shape)
@@ -161,6 +162,30 @@ class OperatorEmitter:
             )
         return total
 
+    def emit_weights(self, piece: LossPiece, like: SSAValue, dtype: str) -> SSAValue | None:
+        """The product of a piece's weights in `dtype`, for the rows of hidden states `like`, with 0 for rows
+        that its masks leave out; the conjunction of the masks alone where there are no weights, None for all
+        rows."""
+        lead = tensor_type(like).shape[:-1]
+        kept = self.emit_mask(piece.kept_rows, lead)
+        total: SSAValue | None = None
+        for source in self._in_order(piece.weights):
+            value = self.apply_views(self.apply_views(source.value, source.views), [RowView("reshape", lead)])
+            value = self._cast(value, dtype)
+            total = (
+                value if total is None else self.emit_glue("aten.mul.Tensor", [total, value], "$0, $1", lead)
+            )
+        if total is None or kept is None:
+            return kept if total is None else total
+        return self.emit_op(
+            "aten.where.ScalarOther", [kept, total], "$0, $1, 0", TensorType.from_dims(lead, dtype)
+        )[0]
+
+    def _in_order(self, sources: Iterable[RowSource]) -> list[RowSource]:
+        """Sources by where their values are computed: sets have no order."""
+        order: dict[SSAValue, int] = {v: i for i, op in enumerate(self.case.ops) for v in op.results}
+        return sorted(sources, key=lambda m: (order[m.value], m.negated, str(m.views)))
+
     def emit_labels(self, piece: LossPiece, lead: tuple[Expr, ...]) -> tuple[SSAValue, int]:
         """Labels in the rows' shape, and the ignored label; masked rows get the ignored label."""
         assert piece.label is not None
@@ -168,7 +193,7 @@ class OperatorEmitter:
             self.apply_views(piece.label.value, piece.label.views), [RowView("reshape", lead)]
         )
         ignore = IGNORED_LABEL if piece.ignore is None else piece.ignore
-        keep = self.emit_mask(list(piece.masks), lead)
+        keep = self.emit_mask(piece.kept_rows, lead)
         if keep is not None:
             value = self.emit_op(
                 "aten.where.ScalarOther", [keep, value], f"$0, $1, {ignore}", tensor_type(value)
@@ -176,7 +201,46 @@ class OperatorEmitter:
         return value, ignore
 
     def emit_cross_entropy(self, piece: LossPiece) -> SSAValue:
-        """The sum of a piece by `linear_cross_entropy`."""
+        """The sum of a piece by `linear_cross_entropy`, or by the sum of its rows where they are weighted."""
+        if not piece.weights:
+            return self._emit_cross_entropy("linear_cross_entropy", piece)
+        losses = self.emit_row_losses(piece)
+        weights = self.emit_weights(
+            replace(piece, masks=frozenset(piece.weights)),
+            self.emit_hidden(piece.student, piece.student.scale),
+            tensor_type(losses).dtype.data,
+        )
+        assert weights is not None
+        shape = tensor_type(losses).shape
+        weighted = self.emit_glue("aten.mul.Tensor", [losses, weights], "$0, $1", shape)
+        return self.emit_glue("aten.sum.default", [weighted], "$0", [])
+
+    def emit_row_losses(self, piece: LossPiece) -> SSAValue:
+        """The cross entropy of each row of a piece without its weights, by `linear_cross_entropy_rows`."""
+        return self._emit_cross_entropy("linear_cross_entropy_rows", piece)
+
+    def emit_rows(self, pieces: Sequence[LossPiece], like: SSAValue) -> SSAValue:
+        """The sum over pieces of each row's cross entropy times its number, in the type of `like`."""
+        shape, dtype = tensor_type(like).shape, tensor_type(like).dtype.data
+        total: SSAValue | None = None
+        for piece in pieces:
+            value = self.apply_views(self.emit_row_losses(piece), [RowView("reshape", shape)])
+            if piece.number != 1:
+                value = self.emit_glue("aten.mul.Tensor", [value], f"$0, {piece.number!r}", shape)
+            total = (
+                value if total is None else self.emit_glue("aten.add.Tensor", [total, value], "$0, $1", shape)
+            )
+        assert total is not None
+        return self._cast(total, dtype)
+
+    def _cast(self, value: SSAValue, dtype: str) -> SSAValue:
+        if tensor_type(value).dtype.data == dtype:
+            return value
+        name = TensorType.from_dims([], dtype).torch_dtype
+        shape = tensor_type(value).shape
+        return self.emit_glue("aten._to_copy.default", [value], f"$0, dtype=torch.{name}", shape, dtype)
+
+    def _emit_cross_entropy(self, name: str, piece: LossPiece) -> SSAValue:
         logits = piece.student
         hidden = self.emit_hidden(logits, logits.scale)
         label, ignore = self.emit_labels(piece, tensor_type(hidden).shape[:-1])
@@ -186,36 +250,47 @@ class OperatorEmitter:
             "label_smoothing": piece.smoothing,
             "softcap": logits.softcap,
         }
-        if (bias := self.emit_bias(logits)) is not None:
-            operands.append(bias)
-            options = {"bias": argument_template.OperandRef(3)} | options
-        return self._emit_operator("linear_cross_entropy", operands, _format_options(options), logits)[0]
+        self._append_named(operands, options, bias=self.emit_bias(logits, logits.scale))
+        return self._emit_operator(name, operands, options, logits)[0]
+
+    @staticmethod
+    def _append_named(operands: list[SSAValue], options: dict[str, object], **given: SSAValue | None) -> None:
+        """Add operands that are passed by name, those that there are."""
+        for name, value in given.items():
+            if value is not None:
+                options[name] = argument_template.OperandRef(len(operands))
+                operands.append(value)
 
     def emit_divergence(self, piece: LossPiece) -> SSAValue:
         """The sum of a piece by `linear_kl`."""
         operands, options = self._divergence_operands(piece, 1.0)
-        mask = self.emit_mask(list(piece.masks), tensor_type(operands[0]).shape[:-1])
-        return self._emit_operator(
-            "linear_kl",
-            [*operands, *([] if mask is None else [mask])],
-            _format_options(options),
-            piece.student,
-        )[0]
+        self._append_divergence_options(piece, 1.0, operands, options)
+        return self._emit_operator("linear_kl", operands, options, piece.student)[0]
 
     def emit_joint(self, cross_entropy: LossPiece, divergence: LossPiece) -> tuple[SSAValue, SSAValue]:
         """Both sums by `linear_kl_ce`: (cross entropy, divergence)."""
         operands, options = self._divergence_operands(divergence, cross_entropy.student.scale)
         lead = tensor_type(operands[0]).shape[:-1]
         label, ignore = self.emit_labels(cross_entropy, lead)
-        mask = self.emit_mask(list(divergence.masks), lead)
+        operands.append(label)
         options |= {"ignore_index": ignore, "label_smoothing": cross_entropy.smoothing}
-        found = self._emit_operator(
-            "linear_kl_ce",
-            [*operands, label, *([] if mask is None else [mask])],
-            _format_options(options),
-            divergence.student,
-        )
+        self._append_divergence_options(divergence, cross_entropy.student.scale, operands, options)
+        found = self._emit_operator("linear_kl_ce", operands, options, divergence.student)
         return found[2], found[0]
+
+    def _append_divergence_options(
+        self, piece: LossPiece, scale: float, operands: list[SSAValue], options: dict[str, object]
+    ) -> None:
+        """Add the operands of a divergence that are passed by name: which rows count, and biases."""
+        student, teacher = piece.student, piece.teacher
+        assert teacher is not None
+        self._append_named(
+            operands,
+            options,
+            mask=self.emit_weights(piece, operands[0], _sum_dtype(operands[0])),
+            student_bias=self.emit_bias(student, scale),
+            teacher_bias=self.emit_bias(teacher, teacher.scale * scale / student.scale),
+        )
 
     def _divergence_operands(
         self, piece: LossPiece, scale: float
@@ -232,22 +307,28 @@ class OperatorEmitter:
             (teacher.head.width,),
         )
         operands = [hidden, self.emit_weight(student), other, self.emit_weight(teacher)]
-        return operands, {"temperature": temperature, "kind": piece.kind, "beta": piece.share}
+        return operands, {
+            "temperature": temperature,
+            "kind": piece.kind,
+            "beta": piece.share,
+            "student_softcap": student.softcap * temperature,
+            "teacher_softcap": teacher.softcap * temperature,
+        }
 
     def _emit_operator(
-        self, name: str, operands: list[SSAValue], options: str, logits: HeadLogits
+        self, name: str, operands: list[SSAValue], options: dict[str, object], logits: HeadLogits
     ) -> list[SSAValue]:
-        """A fused operator: sums in float32 (float64 for float64) and counts."""
-        dtype = "f64" if tensor_type(operands[0]).dtype.data == "f64" else "f32"
-        loss = with_gradient_of(TensorType.from_dims([], dtype), operands, False)
-        pair = [loss, TensorType.from_dims([], "i64")]
+        """A fused operator: rows, or sums and counts, in float32 (float64 for float64)."""
+        rows = tensor_type(operands[0]).shape[:-1] if name == "linear_cross_entropy_rows" else []
+        loss = with_gradient_of(TensorType.from_dims(rows, _sum_dtype(operands[0])), operands, False)
+        types = [loss, TensorType.from_dims([], "i64")] * 2
+        named = sum(isinstance(v, argument_template.OperandRef) for v in options.values())
         owner = logits.head.logits.owner
         autocast = owner.properties.get("autocast") if isinstance(owner, Operation) else None
-        args = ", ".join(
-            [f"${i}" for i in range(len(operands) - ("bias" in options))] + ([options] if options else [])
-        )
+        text = _format_options(options)
+        args = ", ".join([f"${i}" for i in range(len(operands) - named)] + ([text] if text else []))
         found = self.emit_op(
-            f"secc.{name}", operands, args, *(pair * (2 if name == "linear_kl_ce" else 1)), autocast=autocast
+            f"secc.{name}", operands, args, *types[: len(_RESULT_NAMES[name])], autocast=autocast
         )
         for value, hint in zip(found, _RESULT_NAMES[name], strict=True):
             value.name_hint = hint
@@ -268,6 +349,7 @@ class OperatorEmitter:
 
 _RESULT_NAMES = {
     "linear_cross_entropy": ("cross_entropy", "labels"),
+    "linear_cross_entropy_rows": ("cross_entropy",),
     "linear_kl": ("divergence", "rows"),
     "linear_kl_ce": ("divergence", "rows", "cross_entropy", "labels"),
 }
@@ -278,7 +360,14 @@ _OPERATOR_DEFAULTS = {
     "temperature": 1.0,
     "kind": "forward",
     "beta": 0.5,
+    "student_softcap": 0.0,
+    "teacher_softcap": 0.0,
 }
+
+
+def _sum_dtype(hidden: SSAValue) -> str:
+    """The dtype of operators' sums."""
+    return "f64" if tensor_type(hidden).dtype.data == "f64" else "f32"
 
 
 def _format_options(options: dict[str, object]) -> str:

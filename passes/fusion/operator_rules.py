@@ -62,7 +62,8 @@ def _token_sum(*entries: Probability | LogProbability | LogMixture) -> tuple[For
 
 @dataclass(frozen=True)
 class LossPiece:
-    """`number` times what one operator computes, over the rows that all of `masks` keep."""
+    """`number` times what one operator computes, over the rows that all of `masks` keep, times the weights
+    among them."""
 
     rule: str
     number: float
@@ -74,6 +75,16 @@ class LossPiece:
     teacher: HeadLogits | None = None
     kind: str = ""
     share: float = 0.5
+
+    @property
+    def kept_rows(self) -> list[RowSource]:
+        """The masks that are no weights."""
+        return [m for m in self.masks if not m.is_weight]
+
+    @property
+    def weights(self) -> list[RowSource]:
+        """The weights of rows."""
+        return [m for m in self.masks if m.is_weight]
 
     @property
     def logits(self) -> list[HeadLogits]:
@@ -200,7 +211,12 @@ def is_redundant_mask(mask: RowSource, picked: PickedEntry) -> bool:
     """Whether a mask keeps exactly the rows with a label that is not ignored, which a picked entry leaves out
     anyway."""
     owner = mask.value.owner
-    if not isinstance(owner, GlueOp) or owner.base_name not in {"ne", "eq"} or picked.ignore is None:
+    if (
+        mask.is_weight
+        or not isinstance(owner, GlueOp)
+        or owner.base_name not in {"ne", "eq"}
+        or picked.ignore is None
+    ):
         return False
     compared = owner.arguments.args
     labels = read_source(owner.operands[0])
@@ -214,13 +230,16 @@ def is_redundant_mask(mask: RowSource, picked: PickedEntry) -> bool:
 
 
 def can_be_joint(cross_entropy: LossPiece, divergence: LossPiece) -> bool:
-    """Whether one pass over a student's logits can compute both."""
+    """Whether one pass over a student's logits can compute both: temperatures may differ, caps may not."""
     a, b = cross_entropy.student, divergence.student
-    plain = not a.softcap and a.head.bias is None and a.tokens == b.tokens
+    same_cap = abs(a.softcap * b.scale - b.softcap * a.scale) <= _TOLERANCE * abs(a.softcap * b.scale)
     return (
-        plain
-        and a.head == b.head
+        a.head == b.head
         and a.views == b.views
+        and a.tokens == b.tokens
+        and a.scale > 0
+        and same_cap
+        and not cross_entropy.weights
         and (cross_entropy.rule, divergence.rule) == (CROSS_ENTROPY_RULE, KL_RULE)
     )
 
@@ -237,8 +256,4 @@ def find_objection(piece: LossPiece) -> str:
         return ""
     if student.tokens != teacher.tokens:
         return f"the student has {student.tokens} tokens and the teacher {teacher.tokens}"
-    if student.softcap or teacher.softcap:
-        return "logits of a divergence are capped"
-    if student.head.bias is not None or teacher.head.bias is not None:
-        return "a head of a divergence has a bias"
     return "" if student.scale > 0 else "the temperature is negative"

@@ -53,9 +53,10 @@ def read_move(op: Computation, axis: int | None) -> MovedRows | None:
         return RowView("slice", row_dims(after, axis), args), -1 if axis is None else axis
     if op.base_name == "select":
         new = -1 if axis is None else axis - (dim < axis)
-        return RowView(
-            "select", row_dims(after, None if axis is None else new), (place, get_argument(op, 2, "index"))
-        ), new
+        rows = row_dims(after, None if axis is None else new)
+        if before[dim] == 1:
+            return RowView("reshape", rows), new
+        return RowView("select", rows, (place, get_argument(op, 2, "index"))), new
     return None
 
 

@@ -7,7 +7,7 @@ coefficient each; the rules see them as one formula.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from xdsl.ir import SSAValue
@@ -15,6 +15,7 @@ from xdsl.ir import SSAValue
 from secc.ir.dialect.ops import CaseOp, GlueOp, LeafOp, TermOp
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.fusion.formula import (
+    KIND_ROWS,
     KIND_TOTAL,
     BlockParameter,
     Formula,
@@ -23,7 +24,7 @@ from secc.passes.fusion.formula import (
     read_source,
 )
 from secc.passes.fusion.formula_reader import FormulaReader
-from secc.passes.fusion.operator_rules import LossPiece, split_into_pieces
+from secc.passes.fusion.operator_rules import CROSS_ENTROPY_RULE, LossPiece, split_into_pieces
 from secc.passes.loss.term_names import StructureDigests
 
 
@@ -35,14 +36,24 @@ class TermGroup:
     terms: tuple[TermOp, ...]
     pieces: tuple[LossPiece, ...]
 
-    def iter_operands(self) -> Iterator[SSAValue]:
-        """The values of the case that operators for the pieces read."""
-        for piece in self.pieces:
-            for logits in piece.logits:
-                yield from _logits_operands(logits)
-            for rows in (*piece.masks, *([piece.label] if piece.label is not None else [])):
-                yield rows.value
-                yield from (o for view in rows.views for o in view.operands)
+
+@dataclass(frozen=True, eq=False)
+class RowLosses:
+    """A number for each row that is computed from cross entropies: `value` is the sum of `pieces`. What the
+    loss does with it is no formula, such as a sum by sample."""
+
+    value: SSAValue
+    pieces: tuple[LossPiece, ...]
+
+
+def iter_operands(pieces: Iterable[LossPiece]) -> Iterator[SSAValue]:
+    """The values of the case that operators for pieces read."""
+    for piece in pieces:
+        for logits in piece.logits:
+            yield from _logits_operands(logits)
+        for rows in (*piece.masks, *([piece.label] if piece.label is not None else [])):
+            yield rows.value
+            yield from (o for view in rows.views for o in view.operands)
 
 
 def _logits_operands(logits: HeadLogits) -> Iterator[SSAValue]:
@@ -75,6 +86,18 @@ def group_terms(case: CaseOp, reader: FormulaReader) -> list[TermGroup]:
                 joined.append(TermGroup(tuple(op for op, _ in terms), tuple(found)))
     taken = {op for group in joined for op in group.terms}
     return joined + [TermGroup((op,), tuple(found)) for op, found in alone.items() if op not in taken]
+
+
+def find_row_losses(reader: FormulaReader) -> list[RowLosses]:
+    """The rows that ops without a formula take, where they are cross entropies without weights."""
+    values = dict.fromkeys(o for op in reader.unread for o in op.operands)
+    found: list[RowLosses] = []
+    for value in values:
+        formula = reader.formula_of(value)
+        pieces = split_into_pieces(formula.terms) if formula and formula.kind == KIND_ROWS else None
+        if pieces and all(p.rule == CROSS_ENTROPY_RULE and not p.weights for p in pieces):
+            found.append(RowLosses(value, tuple(pieces)))
+    return found
 
 
 def _sum_formulas(parts: Sequence[tuple[Formula, float]]) -> Formula:

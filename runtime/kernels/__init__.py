@@ -8,7 +8,7 @@ accumulate in float32; `backend` says when kernels run.
 
 from __future__ import annotations
 
-from secc.runtime.kernels.cross_entropy import linear_cross_entropy
+from secc.runtime.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_rows
 from secc.runtime.kernels.gated import geglu, swiglu
 from secc.runtime.kernels.gather_scatter_rows import gather_rows, ragged_index, scatter_rows
 from secc.runtime.kernels.kl import linear_kl
@@ -18,6 +18,7 @@ from secc.runtime.kernels.norms import layer_norm, rms_norm
 from secc.runtime.kernels.rotary import rope, rotate_one
 from secc.runtime.kernels.vocab_parallel import (
     vocab_parallel_linear_cross_entropy,
+    vocab_parallel_linear_cross_entropy_rows,
     vocab_parallel_linear_kl,
     vocab_parallel_linear_kl_ce,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_cross_entropy_rows",
     "linear_kl",
     "linear_kl_ce",
     "ragged_index",
@@ -37,6 +39,7 @@ __all__ = [
     "swiglu",
     "tune",
     "vocab_parallel_linear_cross_entropy",
+    "vocab_parallel_linear_cross_entropy_rows",
     "vocab_parallel_linear_kl",
     "vocab_parallel_linear_kl_ce",
 ]

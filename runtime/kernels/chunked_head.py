@@ -78,29 +78,42 @@ def split_rows(rows: int, chunk: int) -> Iterator[slice]:
 
 
 class ChunkedHead:
-    """A linear head (hidden [N, H], weight [V, H]) that computes logits one chunk of rows at a time in one
-    buffer. The weight is cast to the dtype of the hidden states."""
+    """A linear head (hidden [N, H], weight [V, H], bias [V]) that computes logits one chunk of rows at a time
+    in one buffer. Weight and bias are cast to the dtype of the hidden states."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> None:
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: int
+    ) -> None:
         self.hidden, self.weight, self.chunk = hidden, weight.to(hidden.dtype), chunk
+        self.bias = None if bias is None else bias.to(hidden.dtype)
         self._buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
 
     def compute_logits(self, rows: slice) -> torch.Tensor:
         """Returns the logits [rows, V], valid until the next call; the caller may overwrite them."""
-        return torch.mm(self.hidden[rows], self.weight.t(), out=self._buffer[: rows.stop - rows.start])
+        hidden, out = self.hidden[rows], self._buffer[: rows.stop - rows.start]
+        if self.bias is None:
+            return torch.mm(hidden, self.weight.t(), out=out)
+        return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
 
 
 class ChunkedHeadGradient:
-    """Accumulates the required gradients of a head's hidden states and weight from the logits' gradients of
-    its chunks."""
+    """Accumulates the required gradients of a head's hidden states, weight and bias from the logits'
+    gradients of its chunks."""
 
-    def __init__(self, head: ChunkedHead, weight: torch.Tensor, want_hidden: bool, want_weight: bool) -> None:
+    def __init__(
+        self, head: ChunkedHead, weight: torch.Tensor, want_hidden: bool, want_weight: bool, want_bias: bool
+    ) -> None:
         self._head = head
-        self.is_wanted = want_hidden or want_weight
+        self.is_wanted = want_hidden or want_weight or want_bias
         self.hidden = torch.empty_like(head.hidden) if want_hidden else None
         self.weight = (
             torch.zeros_like(weight, dtype=weight_sum_dtype(head.hidden, weight, head.chunk))
             if want_weight
+            else None
+        )
+        self.bias = (
+            head.hidden.new_zeros(weight.shape[0], dtype=accumulator_dtype(head.hidden.dtype))
+            if want_bias
             else None
         )
 
@@ -110,16 +123,17 @@ class ChunkedHeadGradient:
             torch.mm(logits_gradient, self._head.weight, out=self.hidden[rows])
         if self.weight is not None:
             add_product_(self.weight, logits_gradient.t(), self._head.hidden[rows])
+        if self.bias is not None:
+            self.bias += logits_gradient.sum(0, dtype=self.bias.dtype)
 
-    def results(self, shards: VocabGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the (hidden, weight) gradients, empty if not required. The hidden states' gradient is
+    def results(self, shards: VocabGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the (hidden, weight, bias) gradients, empty if not required. The hidden states' gradient is
         summed over the vocabulary shards."""
-        nothing = self._head.hidden.new_empty
         if self.hidden is not None:
             shards.all_reduce_(self.hidden)
-        return nothing(0) if self.hidden is None else self.hidden, nothing(
-            0
-        ) if self.weight is None else self.weight
+        nothing = self._head.hidden.new_empty
+        hidden, weight, bias = (nothing(0) if g is None else g for g in (self.hidden, self.weight, self.bias))
+        return hidden, weight, bias
 
 
 def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -134,21 +148,28 @@ def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def make_fake_gradients(
-    hidden: torch.Tensor, weight: torch.Tensor, chunk: int, want_hidden: bool, want_weight: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    chunk: int,
+    want_hidden: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns tensors of the shapes and dtypes of `ChunkedHeadGradient.results`."""
     nothing = hidden.new_empty
     dtype = weight_sum_dtype(hidden, weight, chunk)
-    return torch.empty_like(hidden) if want_hidden else nothing(0), torch.empty_like(
-        weight, dtype=dtype
-    ) if want_weight else nothing(0)
+    return (
+        torch.empty_like(hidden) if want_hidden else nothing(0),
+        torch.empty_like(weight, dtype=dtype) if want_weight else nothing(0),
+        nothing(weight.shape[0], dtype=accumulator_dtype(hidden.dtype)) if want_bias else nothing(0),
+    )
 
 
 def scale_saved_gradients(
-    ctx, upstream: torch.Tensor, dtypes: tuple[torch.dtype, ...]
+    ctx, upstream: torch.Tensor, dtypes: tuple[torch.dtype | None, ...]
 ) -> list[torch.Tensor | None]:
     """Returns the saved gradients times the upstream one (0-dim), each in its own shape and rounded once to
-    its dtype; None for gradients that are not required.
+    its dtype; None for gradients that are not required, those without a dtype.
 
     They are scaled in place if the dtype allows, because a second copy of the weight's gradient could be the
     peak of memory. So backward can run only once; a second one raises UserError.
@@ -162,13 +183,12 @@ def scale_saved_gradients(
     # One entry in one dim: a 0-dim factor would be rounded to the gradient's dtype before the product.
     factor = upstream.reshape(1)
     return [
-        _scale_gradient(g.detach(), factor, dtype) for g, dtype in zip(ctx.saved_tensors, dtypes, strict=True)
+        None if dtype is None else _scale_gradient(g.detach(), factor, dtype)
+        for g, dtype in zip(ctx.saved_tensors, dtypes, strict=True)
     ]
 
 
-def _scale_gradient(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    if gradient.dim() == 1:  # not required
-        return None
+def _scale_gradient(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if (
         type(gradient) is not torch.Tensor
     ):  # traced: only values matter, tracing decides itself what may be overwritten

@@ -126,7 +126,7 @@ def _join_partials(partials: torch.Tensor) -> torch.Tensor:
 def _cross_entropy_op(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
     ignore_index: int, label_smoothing: float, softcap: float, first: int, vocabulary: int, group: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     rule, shards = LabelTarget(ignore_index, label_smoothing, softcap, first, vocabulary), VocabGroup(group)
     rule.check_labels(target)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -134,13 +134,13 @@ def _cross_entropy_op(
         if group:
             partials = shards.all_gather(_join_partials(partials)[0])
         losses, norms = compute_row_losses(partials, target, rule)
-    return losses.sum(dtype=torch.float64).to(losses.dtype), (target != ignore_index).sum(), norms.clone()
+    return losses.clone(), norms.clone()
 
 
 @_cross_entropy_op.register_fake
 def _(hidden, weight, bias, target, ignore_index, label_smoothing, softcap, first, vocabulary, group):
     new = hidden.to(accumulator_dtype(hidden.dtype)).new_empty
-    return new(()), target.new_empty((), dtype=torch.int64), new(2, hidden.shape[0])
+    return new(hidden.shape[0]), new(2, hidden.shape[0])
 
 
 @torch.library.custom_op("secc::linear_cross_entropy_backward", mutates_args=())
@@ -176,7 +176,7 @@ def _cross_entropy_backward_op(
                     part_bias,
                     target[rows],
                     norms[:, rows],
-                    upstream,
+                    upstream[rows],
                     replace(rule, first_token=first + tokens.start),
                 )
                 if want_hidden:
@@ -206,7 +206,7 @@ def _(
 def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*inputs[:4], output[2])
+    ctx.save_for_backward(*inputs[:4], output[1])
     ctx.options = inputs[4:]
 
 
@@ -240,25 +240,44 @@ def linear_cross_entropy(
     dtype. Raises UserError for shapes or dtypes that do not fit, and on the CPU for a target outside of the
     vocabulary (on a GPU the sum is NaN).
     """
-    return sharded_linear_cross_entropy(
-        hidden,
-        weight,
-        target,
-        bias,
-        LabelTarget(ignore_index, label_smoothing, softcap or 0.0, 0, weight.shape[0]),
-        "",
-    )
+    rule = LabelTarget(ignore_index, label_smoothing, softcap or 0.0, 0, weight.shape[0])
+    return sum_rows(sharded_linear_cross_entropy_rows(hidden, weight, target, bias, rule, ""), target, rule)
 
 
-def sharded_linear_cross_entropy(
+def linear_cross_entropy_rows(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """The cross entropy of each row, [...], with 0 for rows with `ignore_index`: minus the log-probability of
+    its target. Arguments are those of `linear_cross_entropy`, which returns the sum. Rows may be weighted,
+    or summed by sample, as a loss on log-probabilities of whole texts needs."""
+    rule = LabelTarget(ignore_index, label_smoothing, softcap or 0.0, 0, weight.shape[0])
+    return sharded_linear_cross_entropy_rows(hidden, weight, target, bias, rule, "")
+
+
+def sum_rows(
+    losses: torch.Tensor, target: torch.Tensor, rule: LabelTarget
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (sum of `losses` [...], number of rows that count), both 0-dim."""
+    total = losses.sum(dtype=torch.float64).to(losses.dtype)
+    return total, (target != rule.ignore_index).sum()
+
+
+def sharded_linear_cross_entropy_rows(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None,
     rule: LabelTarget,
     group: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_cross_entropy` on this rank's tokens (from `rule.first_token` on) of a vocabulary that the
+) -> torch.Tensor:
+    """`linear_cross_entropy_rows` on this rank's tokens (from `rule.first_token` on) of a vocabulary that the
     ranks of `group` share: `hidden` [..., H], `weight` [v, H], `target` [...], `bias` [v] with v tokens on
     this rank."""
     check_head_fits(CROSS_ENTROPY_NAME, hidden, weight, bias)
@@ -275,11 +294,11 @@ def sharded_linear_cross_entropy(
         f"{CROSS_ENTROPY_NAME}: one bias for each of {weight.shape[0]} tokens",
     )
     rule.check_options(CROSS_ENTROPY_NAME)
-    loss, count, _ = _cross_entropy_op(
+    losses, _ = _cross_entropy_op(
         as_rows(hidden), weight, bias, target.reshape(-1), rule.ignore_index, rule.label_smoothing,
         rule.softcap, rule.first_token, rule.vocabulary, group,
     )  # fmt: skip
-    return loss, count
+    return losses.reshape(target.shape)
 
 
 def _make_trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):

@@ -9,6 +9,9 @@ With p = softmax(teacher / T), q = softmax(student / T) and m = beta * p + (1 - 
     js        beta * sum p log(p / m) + (1 - beta) * sum q log(q / m)    (1 - beta) q (log(q / m) - R) / T,
                                                                          R = sum q log(q / m)
 
+Logits may be capped: z = cap * tanh(z0 / cap), each model with its own cap; a student's logit z0 then has the
+gradient above times 1 - (z / cap)^2. Rows may be weighted.
+
 Terms are summed as p log(p / q) + q - p (the same sum, because p and q each add up to one), by a series where
 p and q are close, so that no term is negative and nothing cancels. A token of probability zero adds nothing
 on the side that it weighs. `compute_row_norms` reads the logits once; `compute_value_and_gradient_` reads
@@ -23,6 +26,7 @@ from typing import Literal
 import torch
 
 from secc.runtime.kernels import launch_tuning
+from secc.runtime.kernels.activations import apply_softcap
 from secc.runtime.kernels.backend import accumulator_dtype, check_argument, has_kernels, jit, on_device, tl
 from secc.runtime.kernels.vocab_group import VocabGroup, combine_softmax_partials
 
@@ -32,11 +36,14 @@ DIVERGENCE_KINDS = ("forward", "reverse", "js")
 
 @dataclass(frozen=True)
 class Divergence:
-    """A kind of divergence, its temperature, and for `js` the teacher's share `beta` of the mixture."""
+    """A kind of divergence, its temperature, for `js` the teacher's share `beta` of the mixture, and the caps
+    of both models' logits, 0 for none."""
 
     kind: str
     beta: float
     temperature: float
+    student_softcap: float = 0.0
+    teacher_softcap: float = 0.0
 
     def check_options(self, name: str) -> None:
         """Raises UserError for a kind, beta or temperature without a meaning."""
@@ -46,6 +53,8 @@ class Divergence:
             f"choose from {', '.join(DIVERGENCE_KINDS)}",
         )
         check_argument(self.temperature > 0, f"{name}: temperature must be positive, not {self.temperature}")
+        caps = self.student_softcap, self.teacher_softcap
+        check_argument(min(caps) >= 0, f"{name}: softcap must be positive", "None means no cap")
         if self.kind == "js":
             check_argument(
                 0 < self.beta < 1,
@@ -68,7 +77,10 @@ def _update_running_norm(top, total, z):
 
 
 @jit
-def _norms_kernel(student, teacher, out, student_stride, teacher_stride, width, scale, BLOCK: tl.constexpr):
+def _norms_kernel(
+    student, teacher, out, student_stride, teacher_stride, width, scale, student_cap, teacher_cap,
+    STUDENT_CAP: tl.constexpr, TEACHER_CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     student_top = tl.full((), float("-inf"), tl.float32)
     teacher_top = tl.full((), float("-inf"), tl.float32)
@@ -77,15 +89,11 @@ def _norms_kernel(student, teacher, out, student_stride, teacher_stride, width, 
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
-        z = (
-            tl.load(student + row * student_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-            * scale
-        )
+        z = tl.load(student + row * student_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        z = tl.where(inside, apply_softcap(z, student_cap, STUDENT_CAP) * scale, float("-inf"))
         student_top, student_sum = _update_running_norm(student_top, student_sum, z)
-        z = (
-            tl.load(teacher + row * teacher_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-            * scale
-        )
+        z = tl.load(teacher + row * teacher_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        z = tl.where(inside, apply_softcap(z, teacher_cap, TEACHER_CAP) * scale, float("-inf"))
         teacher_top, teacher_sum = _update_running_norm(teacher_top, teacher_sum, z)
     tl.store(out + row * 4, student_top)
     tl.store(out + row * 4 + 1, student_sum)
@@ -93,31 +101,39 @@ def _norms_kernel(student, teacher, out, student_stride, teacher_stride, width, 
     tl.store(out + row * 4 + 3, teacher_sum)
 
 
-def _norms_reference(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
+def cap_logits(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Returns a chunk's logits in the dtype of sums, capped where `softcap` is not 0."""
+    z = logits.to(accumulator_dtype(logits.dtype))
+    return softcap * torch.tanh(z / softcap) if softcap else z
+
+
+def _norms_reference(student: torch.Tensor, teacher: torch.Tensor, rule: Divergence) -> torch.Tensor:
     parts = []
-    for logits in (student, teacher):
-        z = logits.to(accumulator_dtype(logits.dtype)) / temperature
+    for logits, softcap in ((student, rule.student_softcap), (teacher, rule.teacher_softcap)):
+        z = cap_logits(logits, softcap) / rule.temperature
         top = z.amax(1) if z.shape[1] else z.new_full((z.shape[0],), -torch.inf)
         parts += [top, (z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(1)).exp_().sum(1)]
     return torch.stack(parts, 1)
 
 
 def compute_row_norms(
-    name: str, student: torch.Tensor, teacher: torch.Tensor, temperature: float, shards: VocabGroup
+    name: str, student: torch.Tensor, teacher: torch.Tensor, rule: Divergence, shards: VocabGroup
 ) -> torch.Tensor:
-    """Returns [4, rows]: the norms (see `combine_softmax_partials`) of a chunk's student and teacher logits /
-    temperature, over all shards."""
+    """Returns [4, rows]: the norms (see `combine_softmax_partials`) of a chunk's student and teacher logits,
+    capped and divided by the temperature, over all shards."""
     rows, width = student.shape
     if has_kernels(student):
         out = student.new_empty(rows, 4, dtype=torch.float32)
         launch = launch_tuning.choose_launch(name, width or 1, student)
         with on_device(student):
             _norms_kernel[(rows,)](
-                student, teacher, out, student.stride(0), teacher.stride(0), width, 1 / temperature,
+                student, teacher, out, student.stride(0), teacher.stride(0), width, 1 / rule.temperature,
+                rule.student_softcap or 1.0, rule.teacher_softcap or 1.0,
+                STUDENT_CAP=rule.student_softcap != 0, TEACHER_CAP=rule.teacher_softcap != 0,
                 BLOCK=launch.block, num_warps=launch.warps,
             )  # fmt: skip
     else:
-        out = _norms_reference(student, teacher, temperature)
+        out = _norms_reference(student, teacher, rule)
     partials = shards.all_gather(out)
     return torch.cat(
         [
@@ -182,15 +198,16 @@ def gradient_at_token(log_q, log_p, inner, beta, KIND: tl.constexpr):
 
 @jit
 def _value_and_gradient_kernel(
-    student, teacher, norms, inner, kept, out, rows, student_stride, teacher_stride, width, scale, beta,
-    KIND: tl.constexpr, VALUE: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    student, teacher, norms, inner, weights, out, rows, student_stride, teacher_stride, width, scale, beta,
+    student_cap, teacher_cap, KIND: tl.constexpr, VALUE: tl.constexpr, GRADIENT: tl.constexpr,
+    STUDENT_CAP: tl.constexpr, TEACHER_CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     student_top = tl.load(norms + row)
     student_log = tl.load(norms + rows + row)
     teacher_top = tl.load(norms + 2 * rows + row)
     teacher_log = tl.load(norms + 3 * rows + row)
-    keep = tl.load(kept + row) != 0
+    weight = tl.load(weights + row)
     row_inner = tl.load(inner + row)
     value = tl.zeros((), tl.float32)
     new_inner = tl.zeros((), tl.float32)
@@ -198,39 +215,51 @@ def _value_and_gradient_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
         place = student + row * student_stride + columns
-        z = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
-        log_q = z * scale - student_top - student_log
-        z = tl.load(teacher + row * teacher_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        log_p = z * scale - teacher_top - teacher_log
+        z = apply_softcap(tl.load(place, mask=inside, other=0.0).to(tl.float32), student_cap, STUDENT_CAP)
+        log_q = tl.where(inside, z * scale - student_top - student_log, float("-inf"))
+        t = tl.load(teacher + row * teacher_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        t = apply_softcap(t, teacher_cap, TEACHER_CAP)
+        log_p = tl.where(inside, t * scale - teacher_top - teacher_log, float("-inf"))
         if VALUE:
             token_value, token_inner = value_at_token(log_q, log_p, beta, KIND)
             value += tl.sum(tl.where(inside, token_value, 0.0), 0)
             new_inner += tl.sum(tl.where(inside, token_inner, 0.0), 0)
         if GRADIENT:
             change = scale * gradient_at_token(log_q, log_p, row_inner, beta, KIND)
-            tl.store(place, tl.where(keep, change, 0.0).to(student.dtype.element_ty), mask=inside)
+            if STUDENT_CAP:
+                change *= 1.0 - (z / student_cap) * (z / student_cap)
+            change = tl.where(weight != 0, weight * change, 0.0)
+            tl.store(place, change.to(student.dtype.element_ty), mask=inside)
     if VALUE:
-        tl.store(out + row, tl.where(keep, value, 0.0))
+        tl.store(out + row, tl.where(weight != 0, weight * value, 0.0))
         tl.store(out + rows + row, new_inner)
 
 
-def chunk_log_softmax(logits: torch.Tensor, norms: torch.Tensor, temperature: float) -> torch.Tensor:
+def chunk_log_softmax(
+    logits: torch.Tensor, norms: torch.Tensor, temperature: float, softcap: float
+) -> torch.Tensor:
     """Returns log-probabilities [rows, width] from a chunk's logits and its norms [2, rows]."""
-    return logits.to(norms.dtype) / temperature - norms[0].unsqueeze(1) - norms[1].unsqueeze(1)
+    return cap_logits(logits, softcap) / temperature - norms[0].unsqueeze(1) - norms[1].unsqueeze(1)
+
+
+def cap_slope(logits: torch.Tensor, softcap: float) -> torch.Tensor | float:
+    """Returns the derivative of `cap_logits`."""
+    return 1 - (cap_logits(logits, softcap) / softcap) ** 2 if softcap else 1.0
 
 
 def _value_and_gradient_reference(
     student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, inner: torch.Tensor,
-    kept: torch.Tensor, out: torch.Tensor, rule: Divergence, value: bool, gradient: bool,
+    weights: torch.Tensor, out: torch.Tensor, rule: Divergence, value: bool, gradient: bool,
 ) -> None:  # fmt: skip
-    log_q = chunk_log_softmax(student, norms[:2], rule.temperature)
-    log_p = chunk_log_softmax(teacher, norms[2:4], rule.temperature)
+    log_q = chunk_log_softmax(student, norms[:2], rule.temperature, rule.student_softcap)
+    log_p = chunk_log_softmax(teacher, norms[2:4], rule.temperature, rule.teacher_softcap)
     if value:
         whole, share = _value_reference(log_q, log_p, rule)
-        out[0], out[1] = whole.masked_fill(kept == 0, 0.0), share
+        out[0], out[1] = (weights * whole).masked_fill(weights == 0, 0.0), share
     if gradient:
         change = gradient_at_token_reference(log_q, log_p, inner, rule)
-        student.copy_(change.masked_fill_((kept == 0).unsqueeze(1), 0.0))
+        change *= weights.unsqueeze(1) * cap_slope(student, rule.student_softcap)
+        student.copy_(change.masked_fill_((weights == 0).unsqueeze(1), 0.0))
 
 
 def _weigh_log_ratio_reference(p: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
@@ -288,10 +317,10 @@ def gradient_at_token_reference(
 
 def compute_value_and_gradient_(
     name: str, student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, inner: torch.Tensor,
-    kept: torch.Tensor, rule: Divergence, *, value: bool, gradient: bool,
+    weights: torch.Tensor, rule: Divergence, *, value: bool, gradient: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Reads a chunk again. Returns [2, rows]: with `value`, this shard's values (0 where `kept` is 0) and
-    shares of R.
+    """Reads a chunk again. Returns [2, rows]: with `value`, this shard's values times the rows' weights, and
+    shares of R without them.
 
     With `gradient`, the student's logits are overwritten by the derivative of the summed values; for kinds
     that need it, `inner` must hold R.
@@ -299,33 +328,34 @@ def compute_value_and_gradient_(
     rows, width = student.shape
     out = norms.new_zeros(2, rows)
     if not has_kernels(student):
-        _value_and_gradient_reference(student, teacher, norms, inner, kept, out, rule, value, gradient)
+        _value_and_gradient_reference(student, teacher, norms, inner, weights, out, rule, value, gradient)
         return out
     launch = launch_tuning.choose_launch(name, width or 1, student)
     with on_device(student):
         _value_and_gradient_kernel[(rows,)](
-            student, teacher, norms, inner, kept, out, rows, student.stride(0), teacher.stride(0), width,
-            1 / rule.temperature, rule.beta, KIND=rule.kind, VALUE=value, GRADIENT=gradient,
-            BLOCK=launch.block, num_warps=launch.warps,
+            student, teacher, norms, inner, weights, out, rows, student.stride(0), teacher.stride(0), width,
+            1 / rule.temperature, rule.beta, rule.student_softcap or 1.0, rule.teacher_softcap or 1.0,
+            KIND=rule.kind, VALUE=value, GRADIENT=gradient, STUDENT_CAP=rule.student_softcap != 0,
+            TEACHER_CAP=rule.teacher_softcap != 0, BLOCK=launch.block, num_warps=launch.warps,
         )  # fmt: skip
     return out
 
 
 def compute_row_values(
-    name: str, student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, kept: torch.Tensor,
+    name: str, student: torch.Tensor, teacher: torch.Tensor, norms: torch.Tensor, weights: torch.Tensor,
     rule: Divergence, shards: VocabGroup, *, gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns (this shard's values [rows], R [rows] of all shards); with `gradient`, the student's logits are
     overwritten by their derivative. `student` and `teacher` are logits [rows, width], `norms` [4, rows] is
-    from `compute_row_norms`, `kept` [rows] has 0 for rows that do not count."""
+    from `compute_row_norms`; `weights` [rows] are the rows', 0 for those that do not count."""
     once = gradient and not rule.needs_row_value
     values, inner = compute_value_and_gradient_(
-        name, student, teacher, norms, norms[0], kept, rule, value=True, gradient=once
+        name, student, teacher, norms, norms[0], weights, rule, value=True, gradient=once
     )
     if rule.needs_row_value:
         inner = shards.sum_in_rank_order(inner)
         if gradient:
             compute_value_and_gradient_(
-                name, student, teacher, norms, inner.contiguous(), kept, rule, value=False, gradient=True
+                name, student, teacher, norms, inner.contiguous(), weights, rule, value=False, gradient=True
             )
     return values, inner

@@ -29,42 +29,48 @@ from secc.runtime.kernels.vocab_group import VocabGroup
 LINEAR_KL_NAME = "linear_kl"
 
 
-def counted_rows(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns [rows] of uint8: 1 for rows that count, those with a `mask` [rows] other than 0. `hidden`
-    [rows, H] gives rows and device if there is no mask."""
-    return (
-        hidden.new_ones(hidden.shape[0], dtype=torch.uint8) if mask is None else (mask != 0).to(torch.uint8)
-    )
+Biases = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def weigh_rows(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+    """Returns the weights [rows] of rows, in the dtype of sums: a floating `mask` [rows] itself, 1 where
+    another is not 0, and 1 everywhere without a mask. `hidden` [rows, H] gives rows, dtype and device."""
+    dtype = accumulator_dtype(hidden.dtype)
+    if mask is None:
+        return hidden.new_ones(hidden.shape[0], dtype=dtype)
+    return (mask if mask.is_floating_point() else mask != 0).to(dtype)
 
 
 @torch.library.custom_op("secc::linear_kl", mutates_args=())
 def _linear_kl_op(
     student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
-    teacher_weight: torch.Tensor, mask: torch.Tensor | None, temperature: float, kind: str, beta: float,
-    vocabulary: int, group: str, want_hidden: bool, want_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    rule, shards, kept = (
-        Divergence(kind, beta, temperature),
+    teacher_weight: torch.Tensor, student_bias: torch.Tensor | None, teacher_bias: torch.Tensor | None,
+    mask: torch.Tensor | None, temperature: float, kind: str, beta: float, student_softcap: float,
+    teacher_softcap: float, vocabulary: int, group: str, want_hidden: bool, want_weight: bool,
+    want_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    rule, shards, weights = (
+        Divergence(kind, beta, temperature, student_softcap, teacher_softcap),
         VocabGroup(group),
-        counted_rows(mask, student_hidden),
+        weigh_rows(mask, student_hidden),
     )
     chunk = choose_chunk_rows(LINEAR_KL_NAME, student_hidden, ceil_div(vocabulary, shards.size))
     losses = student_hidden.new_empty(student_hidden.shape[0], dtype=accumulator_dtype(student_hidden.dtype))
     with torch.autocast(student_hidden.device.type, enabled=False):
         student, teacher = (
-            ChunkedHead(student_hidden, student_weight, chunk),
-            ChunkedHead(teacher_hidden, teacher_weight, chunk),
+            ChunkedHead(student_hidden, student_weight, student_bias, chunk),
+            ChunkedHead(teacher_hidden, teacher_weight, teacher_bias, chunk),
         )
-        gradient = ChunkedHeadGradient(student, student_weight, want_hidden, want_weight)
+        gradient = ChunkedHeadGradient(student, student_weight, want_hidden, want_weight, want_bias)
         for rows in split_rows(student_hidden.shape[0], chunk):
             logits, teacher_logits = student.compute_logits(rows), teacher.compute_logits(rows)
-            norms = compute_row_norms(LINEAR_KL_NAME, logits, teacher_logits, temperature, shards)
+            norms = compute_row_norms(LINEAR_KL_NAME, logits, teacher_logits, rule, shards)
             losses[rows], _ = compute_row_values(
                 LINEAR_KL_NAME,
                 logits,
                 teacher_logits,
                 norms,
-                kept[rows],
+                weights[rows],
                 rule,
                 shards,
                 gradient=gradient.is_wanted,
@@ -72,22 +78,26 @@ def _linear_kl_op(
             if gradient.is_wanted:
                 gradient.add_chunk(rows, logits)
         total = shards.sum_in_rank_order(losses.sum(dtype=torch.float64)).to(losses.dtype)
-        return total, kept.sum(dtype=torch.int64), *gradient.results(shards)
+        return total, (weights != 0).sum(), *gradient.results(shards)
 
 
 @_linear_kl_op.register_fake
 def _(
-    student_hidden, student_weight, teacher_hidden, teacher_weight, mask, temperature, kind, beta,
-    vocabulary, group, want_hidden, want_weight,
+    student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias, teacher_bias, mask,
+    temperature, kind, beta, student_softcap, teacher_softcap, vocabulary, group, want_hidden, want_weight,
+    want_bias,
 ):  # fmt: skip
     chunk = choose_chunk_rows(LINEAR_KL_NAME, student_hidden, ceil_div(vocabulary, VocabGroup(group).size))
-    gradients = make_fake_gradients(student_hidden, student_weight, chunk, want_hidden, want_weight)
+    gradients = make_fake_gradients(
+        student_hidden, student_weight, chunk, want_hidden, want_weight, want_bias
+    )
     loss = student_hidden.new_empty((), dtype=accumulator_dtype(student_hidden.dtype))
     return loss, student_hidden.new_empty((), dtype=torch.int64), *gradients
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+    given, wants = (inputs[0], inputs[1], inputs[4]), inputs[-3:]
+    ctx.dtypes = tuple(t.dtype if want else None for t, want in zip(given, wants, strict=True))
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[2:])
@@ -95,8 +105,9 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, upstream, *_):
     if upstream is None:
-        return (None,) * 12
-    return *scale_saved_gradients(ctx, upstream, ctx.dtypes), *(None,) * 10
+        return (None,) * 17
+    hidden, weight, bias = scale_saved_gradients(ctx, upstream, ctx.dtypes)
+    return hidden, weight, None, None, bias, *(None,) * 12
 
 
 _linear_kl_op.register_autograd(_backward, setup_context=_setup_context)
@@ -104,12 +115,12 @@ _linear_kl_op.register_autograd(_backward, setup_context=_setup_context)
 
 def check_head_pair(
     name: str, student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
-    teacher_weight: torch.Tensor, mask: torch.Tensor | None,
+    teacher_weight: torch.Tensor, mask: torch.Tensor | None, biases: Biases,
 ) -> None:  # fmt: skip
-    """Raises UserError unless both heads, each `hidden` [..., H] and `weight` [v, H] with a width H of its
-    own, fit and have the same rows and vocabulary, and `mask` [...] fits the rows."""
-    check_head_fits(f"{name}, the student", student_hidden, student_weight)
-    check_head_fits(f"{name}, the teacher", teacher_hidden, teacher_weight)
+    """Raises UserError unless both heads, each `hidden` [..., H], `weight` [v, H] and bias [v] with a width H
+    of its own, fit and have the same rows and vocabulary, and `mask` [...] fits the rows."""
+    check_head_fits(f"{name}, the student", student_hidden, student_weight, biases[0])
+    check_head_fits(f"{name}, the teacher", teacher_hidden, teacher_weight, biases[1])
     check_argument(
         student_hidden.device == teacher_hidden.device,
         f"{name}: student and teacher are on different devices",
@@ -127,9 +138,12 @@ def check_head_pair(
         mask is None or list(mask.shape) == rows, f"{name}: the mask has one entry for each row, {rows}"
     )
     check_argument(
-        mask is None or not mask.is_floating_point(),
-        f"{name}: the mask says which rows count; weights are not supported",
+        mask is None or not mask.requires_grad, f"{name}: rows' weights get no gradient", "detach them"
     )
+    for bias in biases:
+        check_argument(
+            bias is None or list(bias.shape) == [sizes[0]], f"{name}: one bias for each of {sizes[0]} tokens"
+        )
 
 
 def linear_kl(
@@ -142,12 +156,18 @@ def linear_kl(
     temperature: float = 1.0,
     kind: DivergenceKind = "forward",
     beta: float = 0.5,
+    student_bias: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Divergence of the teacher's and the student's softmax(logits / temperature) without whole logits.
     Returns (sum over rows, number of counted rows).
 
     `student_hidden` [..., H], `student_weight` [V, H], `teacher_hidden` [..., K], `teacher_weight` [V, K],
-    `mask` [...] bool or integer (rows with 0 do not count). Kinds: `forward` KL(teacher || student),
+    `mask` [...] bool or integer (rows with 0 do not count), or floating: weights of the rows. `student_bias`
+    and `teacher_bias` [V]. A softcap makes a model's logits softcap * tanh(logits / softcap), before the
+    temperature. Kinds: `forward` KL(teacher || student),
     `reverse` KL(student || teacher), `js` beta * KL(teacher || m) + (1 - beta) * KL(student || m) with m =
     beta * teacher + (1 - beta) * student, 0 < beta < 1. There is no factor of temperature squared. The sum is
     float32 (float64 for float64), the count int64. Gradients reach the student's arguments only. Raises
@@ -159,7 +179,8 @@ def linear_kl(
         teacher_hidden,
         teacher_weight,
         mask,
-        Divergence(kind, beta, temperature),
+        (student_bias, teacher_bias),
+        Divergence(kind, beta, temperature, student_softcap or 0.0, teacher_softcap or 0.0),
         student_weight.shape[0],
         "",
     )
@@ -167,11 +188,15 @@ def linear_kl(
 
 def sharded_linear_kl(
     student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
-    teacher_weight: torch.Tensor, mask: torch.Tensor | None, rule: Divergence, vocabulary: int, group: str,
+    teacher_weight: torch.Tensor, mask: torch.Tensor | None, biases: Biases, rule: Divergence,
+    vocabulary: int, group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`linear_kl` on the tokens of both vocabularies that this rank of `group` holds: weights are [v, H] and
-    [v, K], the other shapes are the same. `vocabulary` is the number of tokens on all ranks."""
-    check_head_pair(LINEAR_KL_NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask)
+    [v, K], `biases` (the student's and the teacher's) [v], the other shapes are the same. `vocabulary` is the
+    number of tokens on all ranks."""
+    check_head_pair(
+        LINEAR_KL_NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask, biases
+    )
     check_argument(vocabulary > 0, f"{LINEAR_KL_NAME}: an empty vocabulary")
     student_hidden, teacher_hidden, teacher_weight = (
         cast_as_autocast(student_hidden),
@@ -179,11 +204,14 @@ def sharded_linear_kl(
         teacher_weight.detach(),
     )
     rule.check_options(LINEAR_KL_NAME)
-    grad = torch.is_grad_enabled()
+    student_bias, teacher_bias = biases
+    given = student_hidden, student_weight, student_bias
+    wants = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in given]
     loss, count, *_ = _linear_kl_op(
-        as_rows(student_hidden), student_weight, as_rows(teacher_hidden), teacher_weight,
-        None if mask is None else mask.reshape(-1), rule.temperature, rule.kind, rule.beta, vocabulary,
-        group, grad and student_hidden.requires_grad, grad and student_weight.requires_grad,
+        as_rows(student_hidden), student_weight, as_rows(teacher_hidden), teacher_weight, student_bias,
+        None if teacher_bias is None else teacher_bias.detach(),
+        None if mask is None else mask.reshape(-1), rule.temperature, rule.kind, rule.beta,
+        rule.student_softcap, rule.teacher_softcap, vocabulary, group, *wants,
     )  # fmt: skip
     return loss, count
 

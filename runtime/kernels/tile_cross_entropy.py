@@ -243,7 +243,7 @@ def _logits_gradient_kernel(
     change = logit_gradient(log_q, columns, label - first, peak, spread)
     if CAP:
         change *= 1.0 - (z / cap) * (z / cap)
-    change = tl.where(label == ignored, 0.0, tl.load(upstream) * change)
+    change = tl.where(label == ignored, 0.0, tl.load(upstream + row) * change)
     tl.store(place, change.to(logits.dtype.element_ty), mask=inside)
 
 
@@ -255,8 +255,8 @@ def write_logits_gradient_(
     upstream: torch.Tensor,
     rule: LabelTarget,
 ) -> None:
-    """Replaces a tile's products hidden @ weight.T, `logits` [rows, width], by their gradient of `upstream`
-    (one number) times the summed loss. `bias` is [width], `target` [rows], `norms` [2, rows]."""
+    """Replaces a tile's products hidden @ weight.T, `logits` [rows, width], by their gradient of
+    the sum of `upstream` [rows] times the losses. `bias` is [width], `target` [rows], `norms` [2, rows]."""
     rows, width = logits.shape
     if not has_kernels(logits):
         _write_logits_gradient_reference_(logits, bias, target, norms, upstream, rule)
@@ -287,4 +287,5 @@ def _write_logits_gradient_reference_(
     ) + rule.label_smoothing / rule.vocabulary
     if rule.softcap:
         change *= 1 - (z / rule.softcap) ** 2
-    logits.copy_(upstream * change.masked_fill_((target == rule.ignore_index).unsqueeze(1), 0.0))
+    change *= upstream.unsqueeze(1)
+    logits.copy_(change.masked_fill_((target == rule.ignore_index).unsqueeze(1), 0.0))

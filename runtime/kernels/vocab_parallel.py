@@ -21,6 +21,7 @@ from secc.runtime.kernels.vocab_group import combine_softmax_partials
 __all__ = [
     "combine_softmax_partials",
     "vocab_parallel_linear_cross_entropy",
+    "vocab_parallel_linear_cross_entropy_rows",
     "vocab_parallel_linear_kl",
     "vocab_parallel_linear_kl_ce",
 ]
@@ -46,7 +47,31 @@ def vocab_parallel_linear_cross_entropy(
     over `group`.
     """
     rule = LabelTarget(ignore_index, label_smoothing, softcap or 0.0, first, vocabulary)
-    return cross_entropy.sharded_linear_cross_entropy(hidden, weight, target, bias, rule, group.group_name)
+    losses = cross_entropy.sharded_linear_cross_entropy_rows(
+        hidden, weight, target, bias, rule, group.group_name
+    )
+    return cross_entropy.sum_rows(losses, target, rule)
+
+
+def vocab_parallel_linear_cross_entropy_rows(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    group: dist.ProcessGroup,
+    first: int,
+    vocabulary: int,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """`linear_cross_entropy_rows` with the arguments of `vocab_parallel_linear_cross_entropy`. The rows leave
+    replicated."""
+    rule = LabelTarget(ignore_index, label_smoothing, softcap or 0.0, first, vocabulary)
+    return cross_entropy.sharded_linear_cross_entropy_rows(
+        hidden, weight, target, bias, rule, group.group_name
+    )
 
 
 def vocab_parallel_linear_kl(
@@ -61,16 +86,21 @@ def vocab_parallel_linear_kl(
     temperature: float = 1.0,
     kind: DivergenceKind = "forward",
     beta: float = 0.5,
+    student_bias: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear_kl` with the same slice of v of the `vocabulary` tokens in both weights of a rank, [v, H] and
-    [v, K]; the other shapes are the same. Collective over `group`."""
-    rule = Divergence(kind, beta, temperature)
+    [v, K], and in biases, [v]; the other shapes are the same. Collective over `group`."""
+    rule = Divergence(kind, beta, temperature, student_softcap or 0.0, teacher_softcap or 0.0)
     return kl.sharded_linear_kl(
         student_hidden,
         student_weight,
         teacher_hidden,
         teacher_weight,
         mask,
+        (student_bias, teacher_bias),
         rule,
         vocabulary,
         group.group_name,
@@ -93,12 +123,19 @@ def vocab_parallel_linear_kl_ce(
     beta: float = 0.5,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    student_bias: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`linear_kl_ce` with tokens first … first + v of `vocabulary` in both weights of a rank, [v, H] and [v,
-    K]; the other shapes are the same. Collective over `group`."""
+    K], and in biases, [v]; the other shapes are the same. Collective over `group`."""
     rule, labels = (
-        Divergence(kind, beta, temperature),
-        LabelTarget(ignore_index, label_smoothing, 0.0, first, vocabulary),
+        Divergence(kind, beta, temperature, student_softcap or 0.0, teacher_softcap or 0.0),
+        LabelTarget(ignore_index, label_smoothing, student_softcap or 0.0, first, vocabulary),
     )
-    heads = student_hidden, student_weight, teacher_hidden, teacher_weight
-    return kl_cross_entropy.sharded_linear_kl_ce(*heads, target, mask, rule, labels, group.group_name)
+    heads, biases = (
+        (student_hidden, student_weight, teacher_hidden, teacher_weight),
+        (student_bias, teacher_bias),
+    )
+    return kl_cross_entropy.sharded_linear_kl_ce(*heads, target, mask, biases, rule, labels, group.group_name)

@@ -186,6 +186,15 @@ class VocabShards:
         )
         return operator(*given, **options, **self.operator_options)
 
+    def linear_cross_entropy_rows(self, *given: torch.Tensor, **options: Any) -> torch.Tensor:
+        """`kernels.linear_cross_entropy_rows` with this rank's shard of weight and bias."""
+        operator = (
+            kernels.vocab_parallel_linear_cross_entropy_rows
+            if self.operator_options
+            else kernels.linear_cross_entropy_rows
+        )
+        return operator(*given, **options, **self.operator_options)
+
     def linear_kl(self, *given: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         """`kernels.linear_kl` with this rank's shards of both weights."""
         shared = {k: v for k, v in self.operator_options.items() if k != "first"}

@@ -66,6 +66,7 @@ SLOW = [
     ("qwen_distil", 2, "colocate", "student.tp=2 student.micro_batch=3 --fuse"),
     ("llava_tiny", 2, "colocate", "language_model.tp=2 language_model.micro_batch=3 --fuse"),
     ("nano", 4, "auto", "model.tp=4 model.micro_batch=3 --fuse"),
+    ("preference", 2, "colocate", "policy.tp=2 policy.micro_batch=3 --fuse"),
     (
         "llava_tiny",
         2,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secc.runtime.errors import UserError
-from secc.runtime.kernels import launch_tuning, linear_cross_entropy
+from secc.runtime.kernels import launch_tuning, linear_cross_entropy, linear_cross_entropy_rows
 from secc.runtime.kernels.backend import KERNELS_INTERPRETED
 from tests.kernels.float64_comparison import (
     TENSOR_LAYOUTS,
@@ -63,6 +63,46 @@ def test_agrees_with_float64(rows, width, vocabulary, chunk, smoothing, softcap,
     with launch(chunk):
         inputs = [hidden, weight, strided_tensor([vocabulary], "plain", seed + 2)]
         assert_agree(partial(operator, **options), partial(reference, **options), inputs, 2e-5)
+
+
+@settings(max_examples=example_count(16))
+@given(
+    rows=st.sampled_from([(0,), (1,), (7,), (2, 3)]),
+    vocabulary=st.integers(1, 30),
+    chunk=st.integers(1, 8),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    softcap=st.sampled_from([None, 2.0]),
+    layout=TENSOR_LAYOUTS,
+    seed=tensor_seeds(),
+)
+def test_weighted_rows_agree_with_float64(rows, vocabulary, chunk, smoothing, softcap, layout, seed):
+    g = torch.Generator().manual_seed(seed)
+    target = torch.randint(vocabulary, rows, generator=g)
+    target[target == 0] = -100
+    weights = torch.randn(rows, generator=g)
+
+    def weighted(hidden, weight, bias):
+        losses = linear_cross_entropy_rows(
+            hidden, weight, target, bias=bias, label_smoothing=smoothing, softcap=softcap
+        )
+        assert losses.shape == target.shape
+        return (losses * weights.to(losses.dtype)).sum()
+
+    def plain(hidden, weight, bias):
+        logits = hidden @ weight.T + bias
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        losses = F.cross_entropy(
+            logits.reshape(-1, vocabulary), target.reshape(-1), reduction="none", label_smoothing=smoothing
+        )
+        return (losses * weights.reshape(-1).to(losses.dtype)).sum()
+
+    inputs = [
+        strided_tensor([*rows, 5], layout, seed, 2.0),
+        strided_tensor([vocabulary, 5], layout, seed + 1),
+        strided_tensor([vocabulary], "plain", seed + 2),
+    ]
+    with launch(chunk):
+        assert_agree(weighted, plain, inputs, 2e-5)
 
 
 def test_large_logits_neither_overflow_nor_lose_the_loss():

@@ -31,12 +31,30 @@ def launch_both(chunk: int, block: int = 8):
     return launch_tuning.use_launch("linear_kl_ce", launch_tuning.LaunchParameters(block, chunk))
 
 
+def cap(logits, softcap):
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
 def reference(
-    student, student_weight, *, teacher, teacher_weight, mask=None, temperature=1.0, kind="forward", beta=0.5
+    student,
+    student_weight,
+    student_bias=None,
+    *,
+    teacher,
+    teacher_weight,
+    teacher_bias=None,
+    mask=None,
+    temperature=1.0,
+    kind="forward",
+    beta=0.5,
+    student_softcap=None,
+    teacher_softcap=None,
 ):
     """The divergence by its formula, summed over the rows of `mask`."""
-    log_q = F.log_softmax(student @ student_weight.T / temperature, -1)
-    log_p = F.log_softmax(teacher.double() @ teacher_weight.double().T / temperature, -1)
+    teacher_bias = None if teacher_bias is None else teacher_bias.double()
+    z = cap(F.linear(student, student_weight, student_bias), student_softcap)
+    teacher_z = cap(F.linear(teacher.double(), teacher_weight.double(), teacher_bias), teacher_softcap)
+    log_q, log_p = F.log_softmax(z / temperature, -1), F.log_softmax(teacher_z / temperature, -1)
     p, q = log_p.exp(), log_q.exp()
     log_m = (beta * p + (1 - beta) * q).log()
     token = {"forward": p * (log_p - log_q), "reverse": q * (log_q - log_p)}
@@ -45,9 +63,11 @@ def reference(
     return (rows if mask is None else rows * mask).sum()
 
 
-def operator(student, student_weight, *, teacher, teacher_weight, mask=None, **options):
-    loss, count = linear_kl(student, student_weight, teacher, teacher_weight, mask, **options)
-    assert count == (teacher.shape[:-1].numel() if mask is None else mask.sum())
+def operator(student, student_weight, student_bias=None, *, teacher, teacher_weight, mask=None, **options):
+    loss, count = linear_kl(
+        student, student_weight, teacher, teacher_weight, mask, student_bias=student_bias, **options
+    )
+    assert count == (teacher.shape[:-1].numel() if mask is None else (mask != 0).sum())
     return loss
 
 
@@ -138,6 +158,56 @@ def test_with_cross_entropy_agrees_with_float64(
         )
 
 
+@settings(max_examples=example_count(20))
+@given(
+    rows=ROWS,
+    vocabulary=st.integers(1, 20),
+    chunk=st.integers(1, 8),
+    kind=KINDS,
+    caps=st.sampled_from([(None, None), (2.0, None), (None, 3.0), (30.0, 1.5)]),
+    biased=st.sampled_from([(True, False), (False, True), (True, True)]),
+    temperature=st.sampled_from([1.0, 2.0]),
+    layout=TENSOR_LAYOUTS,
+    seed=tensor_seeds(),
+)
+def test_biases_caps_and_weighted_rows_agree_with_float64(
+    rows, vocabulary, chunk, kind, caps, biased, temperature, layout, seed
+):
+    g = torch.Generator().manual_seed(seed)
+    weights = torch.rand(rows, generator=g) * (torch.rand(rows, generator=g) < 0.8) - 0.2
+    options = {
+        "teacher": strided_tensor([*rows, 3], layout, seed),
+        "teacher_weight": strided_tensor([vocabulary, 3], layout, seed + 1),
+        "teacher_bias": strided_tensor([vocabulary], "plain", seed + 5) if biased[1] else None,
+        "student_softcap": caps[0],
+        "teacher_softcap": caps[1],
+        "temperature": temperature,
+        "kind": kind,
+        "mask": weights,
+    }
+    inputs = [
+        strided_tensor([*rows, 4], layout, seed + 2, 2.0),
+        strided_tensor([vocabulary, 4], layout, seed + 3),
+        *([strided_tensor([vocabulary], "plain", seed + 4)] if biased[0] else []),
+    ]
+    target = torch.randint(vocabulary, rows, generator=g)
+    target[target == 0] = -100
+
+    def both(student, weight, bias=None):
+        teacher = options["teacher"], options["teacher_weight"]
+        more = {k: v for k, v in options.items() if k not in ("teacher", "teacher_weight")}
+        return linear_kl_ce(student, weight, *teacher, target, student_bias=bias, **more)
+
+    def separate(student, weight, bias=None):
+        logits = cap(F.linear(student, weight, bias), caps[0]).reshape(-1, vocabulary)
+        labels = F.cross_entropy(logits, target.reshape(-1), reduction="sum")
+        return reference(student, weight, bias, **options), labels
+
+    with launch(chunk), launch_both(chunk):
+        assert_agree(partial(operator, **options), partial(reference, **options), inputs, 5e-5)
+        assert_agree(both, separate, inputs, 5e-5)
+
+
 @pytest.mark.parametrize("kind", ["forward", "reverse", "js"])
 def test_equal_models_have_no_divergence_and_no_gradient(kind):
     hidden, weight = torch.randn(4, 6, requires_grad=True), 3 * torch.randn(50, 6)
@@ -210,7 +280,10 @@ def test_half_precision_keeps_its_sums_in_float32(dtype, kind):
         ({"teacher_weight": torch.ones(6, 3)}, "the student has 5 tokens, the teacher 6"),
         ({"teacher_hidden": torch.ones(3, 3)}, "rows"),
         ({"teacher_hidden": torch.ones(2, 4)}, "the teacher: hidden"),
-        ({"mask": torch.ones(2)}, "mask"),
+        ({"mask": torch.ones(3)}, "mask"),
+        ({"mask": torch.ones(2, requires_grad=True)}, "weights get no gradient"),
+        ({"student_bias": torch.ones(4)}, "one bias for each of 5 tokens"),
+        ({"teacher_softcap": -1.0}, "softcap must be positive"),
         ({"kind": "sideways"}, "sideways"),
         ({"kind": "js", "beta": 0.0}, "zero everywhere"),
         ({"temperature": 0.0}, "temperature"),
@@ -233,7 +306,13 @@ def test_operator_registrations():
         torch.randn(6, 2),
     )
     mask, target = torch.tensor([True, False, True]), torch.tensor([0, 5, -100])
-    check_operator_registrations("linear_kl", *heads, mask, 2.0, "forward", 0.5, 6, "", True, True)
+    biases, caps = (torch.randn(6, requires_grad=True), torch.randn(6)), (3.0, 0.0)
     check_operator_registrations(
-        "linear_kl_ce", *heads, target, mask, 2.0, "reverse", 0.5, -100, 0.1, 0, 6, ""
+        "linear_kl", *heads, *biases, mask, 2.0, "forward", 0.5, *caps, 6, "", True, True, True
+    )
+    check_operator_registrations(
+        "linear_kl_ce", *heads, *biases, target, mask, 2.0, "reverse", 0.5, *caps, -100, 0.1, 0, 6, ""
+    )
+    check_operator_registrations(
+        "linear_kl", *heads, None, None, None, 2.0, "js", 0.5, 0.0, 0.0, 6, "", True, True, False
     )

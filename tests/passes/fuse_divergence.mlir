@@ -48,15 +48,16 @@ sec.graph "distil" {
 
 // -----
 
-// A head with a bias in a divergence stays as they are, with the reason.
+// A head with a bias gives it to the operator, and rows may be weighted.
 
-// CHECK: sec.graph "biased" attributes {fusions = ["linear-kl; student; model.py:9; a head of a divergence has a bias", "linear-kl; teacher; model.py:9; a head of a divergence has a bias"]}
+// CHECK: sec.graph "biased" attributes {fusions = ["linear-kl; student and teacher (forward); model.py:9; "]}
 sec.graph "biased" {
   sec.symbol "N" kind "rows" key "x" dim 0
   sec.block "student" class "Linear" params 320 trainable 320 {weight = !sec.tensor<[40, 8], f32, grad>, bias = !sec.tensor<[40], f32, grad>}
   sec.block "teacher" class "Linear" params 320 trainable 0 {weight = !sec.tensor<[40, 8], f32>}
   sec.case "c0" when [] {
     %x = sec.input "x" : !sec.tensor<[N, 8], f32>
+    %w = sec.input "w" : !sec.tensor<[N, 1], f32>
     %y = sec.call "student" (%x) args "$0" outs [""] : !sec.tensor<[N, 40], f32, grad>
     %t = sec.call "teacher" (%x) args "$0" outs [""] : !sec.tensor<[N, 40], f32>
     %q = sec.glue "aten._log_softmax.default" (%y) args "$0, -1, False" : !sec.tensor<[N, 40], f32, grad>
@@ -64,9 +65,10 @@ sec.graph "biased" {
     %e = sec.glue "aten.exp.default" (%p) args "$0" : !sec.tensor<[N, 40], f32>
     %d = sec.glue "aten.sub.Tensor" (%p, %q) args "$0, $1" : !sec.tensor<[N, 40], f32, grad>
     %m = sec.glue "aten.mul.Tensor" (%e, %d) args "$0, $1" : !sec.tensor<[N, 40], f32, grad>
-    %k = sec.glue "aten.sum.default" (%m) args "$0" : !sec.tensor<[], f32, grad>
-    // CHECK: sec.call "student"
-    // CHECK: sec.call "teacher"
+    %v = sec.glue "aten.mul.Tensor" (%m, %w) args "$0, $1" : !sec.tensor<[N, 40], f32, grad>
+    %k = sec.glue "aten.sum.default" (%v) args "$0" : !sec.tensor<[], f32, grad>
+    // CHECK: %[[rows:.*]] = sec.glue "aten.reshape.default" (%w)
+    // CHECK: "secc.linear_kl" (%x, %{{.*}}, %x, %{{.*}}, %[[rows]], %{{.*}}) args "$0, $1, $2, $3, mask=$4, student_bias=$5"
     sec.term "kl" (%k) at "model.py:9"
     sec.return constant "0.0"
   }

@@ -110,6 +110,60 @@ FUSED: list[tuple[str, str, list[str]]] = [
     (HEAD, "F.cross_entropy((30 * torch.tanh(y * 0.5 / 30)).flatten(0, 1), labels.flatten())", [CE]),
     (HEAD, "F.cross_entropy(y[:, -1], labels[:, -1].clamp(min=0))", [CE]),
     ("y = self.biased(h)", "F.cross_entropy(y.flatten(0, 1), labels.flatten())", [CE]),
+    ("y = self.biased(h)", "F.cross_entropy((y / 0.7).flatten(0, 1), labels.flatten())", [CE]),
+    (
+        "y = self.biased(h); y = y / 5; y = torch.tanh(y); y = y * 5",
+        "F.cross_entropy((y / 0.7).flatten(0, 1), labels.flatten())",
+        [CE],
+    ),
+    (
+        HEAD,
+        "(F.cross_entropy(y.transpose(1, 2), labels, reduction='none') * mask).sum() / mask.sum()",
+        [CE],
+    ),
+    (
+        f"{HEAD}; w = mask * share[:, None]",
+        "(F.cross_entropy(y.flatten(0, 1), labels.flatten(), reduction='none', label_smoothing=0.1) * "
+        "w.flatten()).sum() / w.sum()",
+        [CE],
+    ),
+    (
+        HEAD,
+        "-(y.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1) * known * "
+        "share[:, None]).sum() / len(x)",
+        [CE],
+    ),
+    (
+        HEAD,
+        "((F.cross_entropy(y.transpose(1, 2), labels, reduction='none') * known).sum(1) / "
+        "known.sum(1)).mean()",
+        [CE],
+    ),
+    (
+        "chosen, rejected = self.head(h), self.head(self.body(-x)); "
+        "picked = [z.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1) for z in "
+        "(chosen, rejected)]; a, b = [(p * known).sum(-1) for p in picked]",
+        "-F.logsigmoid(0.3 * (a - b)).mean()",
+        [CE],
+    ),
+    (
+        f"{HEAD}; {TEACHER}; "
+        "a, b = [-F.cross_entropy(z.transpose(1, 2), labels, reduction='none').sum(1) for z in (y, t)]",
+        "-F.logsigmoid(0.3 * (a - b) * (share - 0.5)).mean()",
+        [CE, CE],
+    ),
+    (
+        f"{HEAD}; {TEACHER}; i = labels.clamp(min=0)[..., None]; "
+        "a, b = [torch.log_softmax(z, -1).gather(2, i)[..., 0] for z in (y, t)]",
+        "-(torch.exp(a - b) * share[:, None] * known).sum() / known.sum()",
+        [CE],
+    ),
+    (
+        f"{HEAD}; {TEACHER}; i = labels.clamp(min=0)[..., None]; "
+        "a, b = [(z.gather(2, i)[..., 0] - z.logsumexp(-1)) for z in (y, t)]",
+        "F.softplus(((b - a) * known).sum(1) * 0.1).mean()",
+        [CE],
+    ),
     ("y = F.linear(h, self.embedding)", "F.cross_entropy(y.flatten(0, 1), labels.flatten())", [CE]),
     ("y = h @ self.embedding.T", "F.cross_entropy(y.flatten(0, 1), labels.flatten())", [CE]),
     ("y = h.flatten(0, 1) @ self.head.weight.T", "F.cross_entropy(y, labels.flatten())", [CE]),
@@ -179,6 +233,42 @@ FUSED: list[tuple[str, str, list[str]]] = [
         [KL],
     ),
     (
+        f"{HEAD}; t = self.biased_teacher(x)",
+        "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')",
+        [KL],
+    ),
+    (
+        "y = self.biased(h); t = self.biased_teacher(x)",
+        "4 * F.kl_div((y / 2).log_softmax(-1), (t / 3).softmax(-1), reduction='batchmean')",
+        [KL],
+    ),
+    (
+        f"y = 5 * torch.tanh(self.head(h) / 5); {TEACHER}; t = 3 * torch.tanh(t / 3)",
+        "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')",
+        [KL],
+    ),
+    (
+        f"y = self.biased(h); y = y / 5; y = torch.tanh(y); y = y * 5; {TEACHER}",
+        "(y.div(2).softmax(-1) * (y.div(2).log_softmax(-1) - t.div(2).log_softmax(-1))).sum() / len(x)",
+        [KL],
+    ),
+    (
+        f"{HEAD}; {TEACHER}",
+        "(F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='none').sum(-1) * mask).sum() / mask.sum()",
+        [KL],
+    ),
+    (
+        f"{HEAD}; {TEACHER}; w = share[:, None] * known",
+        "(F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='none') * w[..., None]).sum() / w.sum()",
+        [KL],
+    ),
+    (
+        f"y = 5 * torch.tanh(self.biased(h) / 5); {TEACHER}",
+        "F.cross_entropy(y.flatten(0, 1), labels.flatten()) + (F.kl_div((y / 2).log_softmax(-1), "
+        "(t / 2).softmax(-1), reduction='none').sum(-1) * mask).sum() / mask.sum()",
+        [BOTH],
+    ),
+    (
         f"{HEAD}; t = self.wide_teacher(x)[..., :24]",
         "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')",
         [KL],
@@ -234,11 +324,6 @@ REFUSED: list[tuple[str, str, str]] = [
     ),
     (
         HEAD,
-        "(F.cross_entropy(y.transpose(1, 2), labels, reduction='none') * mask).sum() / mask.sum()",
-        "need not be 0 or 1",
-    ),
-    (
-        HEAD,
         "F.cross_entropy(y.flatten(0, 1), y.detach().argmax(-1).flatten())",
         "its logits are also used elsewhere: aten.argmax.default is not part",
     ),
@@ -251,11 +336,6 @@ REFUSED: list[tuple[str, str, str]] = [
         f"{HEAD}; {TEACHER}",
         "F.cross_entropy(y.flatten(0, 1), t.softmax(-1).flatten(0, 1))",
         "no fused operator computes its loss",
-    ),
-    (
-        f"{HEAD}; t = self.biased_teacher(x)",
-        "F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction='batchmean')",
-        "a head of a divergence has a bias",
     ),
     (
         f"{HEAD}; t = self.biased(h)",

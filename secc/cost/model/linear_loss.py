@@ -17,10 +17,12 @@ from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import tensor_type
 
 LINEAR_CROSS_ENTROPY = "secc.linear_cross_entropy"
+LINEAR_CROSS_ENTROPY_ROWS = "secc.linear_cross_entropy_rows"
 LINEAR_KL = "secc.linear_kl"
 LINEAR_KL_CE = "secc.linear_kl_ce"
 LOGITS_TILE_BYTES = 640 << 20  # logits of one model that exist at a time
-_SAVED_FLOATS_PER_ROW = {LINEAR_CROSS_ENTROPY: 2, LINEAR_KL: 0, LINEAR_KL_CE: 7}  # in float32
+_CROSS_ENTROPIES = (LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPY_ROWS)
+_SAVED_FLOATS_PER_ROW = dict.fromkeys(_CROSS_ENTROPIES, 2) | {LINEAR_KL: 0, LINEAR_KL_CE: 7}  # in float32
 _OPS_ISSUED = 20  # for a few tiles
 
 
@@ -46,10 +48,10 @@ def fused_loss_cost(op: GlueOp) -> FusedLossCost | None:
     gradient_factors = hidden.requires_grad + weight.requires_grad
     logits, item = rows * tokens, hidden.itemsize
     student = 2 * count_entries(hidden) * tokens
-    teacher = 0 if name == LINEAR_CROSS_ENTROPY else 2 * count_entries(tensor_type(op.operands[2])) * tokens
+    teacher = 0 if name in _CROSS_ENTROPIES else 2 * count_entries(tensor_type(op.operands[2])) * tokens
     logits_flops = student + teacher
     gradients = gradient_factors * student
-    tile = sympy.Min(item * logits, LOGITS_TILE_BYTES) * (1 if name == LINEAR_CROSS_ENTROPY else 2)
+    tile = sympy.Min(item * logits, LOGITS_TILE_BYTES) * (1 if name in _CROSS_ENTROPIES else 2)
     saved = item * count_entries(hidden) + 4 * _SAVED_FLOATS_PER_ROW[name] * rows + tile
     if name == LINEAR_KL:  # gradients are computed together with the loss and kept until backward
         return FusedLossCost(
@@ -71,5 +73,5 @@ def _moved_bytes(op: GlueOp, logits: Expr) -> Expr:
     read = sum(
         (count_entries(tensor_type(o)) * tensor_type(o).itemsize for o in op.operands), sympy.Integer(0)
     )
-    models = 1 if op.target.data == LINEAR_CROSS_ENTROPY else 2
+    models = 1 if op.target.data in _CROSS_ENTROPIES else 2
     return read + 2 * models * tensor_type(op.operands[0]).itemsize * logits

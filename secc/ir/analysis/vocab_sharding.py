@@ -379,8 +379,9 @@ def _shard_head(r: _OpReader, hidden: int, weight: int, out: int, bias: int | No
 
 def _shard_fused_loss(r: _OpReader) -> VocabOp | None:
     """The losses on linear heads; their operators sum the hidden states' gradient over the ranks."""
-    places, bias = _direct_operands(r), r.arguments.kwargs.get("bias")
-    first, *weights = [places[i] for i in ((1,) if r.op.base_name.endswith("cross_entropy") else (1, 3))]
+    places = _direct_operands(r)
+    biases = [r.arguments.kwargs.get(name) for name in ("bias", "student_bias", "teacher_bias")]
+    first, *weights = [places[i] for i in ((1, 3) if r.op.base_name.startswith("linear_kl") else (1,))]
     part = r.parts[first]
     if (
         part is None
@@ -388,7 +389,7 @@ def _shard_fused_loss(r: _OpReader) -> VocabOp | None:
         or part.axis != 0
     ):
         return None
-    others = [*weights, *([bias.index] if isinstance(bias, OperandRef) else [])]
+    others = [*weights, *(b.index for b in biases if isinstance(b, OperandRef))]
     cut = {w: 0 for w in others if r.parts[w] is None}
     return r.make_whole(r.op.target.data.removeprefix("secc."), cut=cut)
 
@@ -421,7 +422,10 @@ VOCAB_RULES: dict[str, Callable[[_OpReader], VocabOp | None]] = (
     | dict.fromkeys(["nll_loss_forward", "nll_loss2d_forward"], _shard_nll_loss)
     | dict.fromkeys(["gather", "topk"], _shard_gather)
     | dict.fromkeys(["mm", "addmm", "matmul"], _shard_matmul)
-    | dict.fromkeys(["secc.linear_cross_entropy", "secc.linear_kl", "secc.linear_kl_ce"], _shard_fused_loss)
+    | dict.fromkeys(
+        [f"secc.linear_{name}" for name in ("cross_entropy", "cross_entropy_rows", "kl", "kl_ce")],
+        _shard_fused_loss,
+    )
     | {
         "expand": _shard_expand,
         "unsqueeze": _shard_unsqueeze,
