@@ -4,8 +4,9 @@ The loss's terms, sums over rows since `normalize-loss`, are read as formulas ov
 (`secc.passes.fusion.formula_reader`), and rules say which operators compute them
 (`secc.passes.fusion.operator_rules`). A head's call goes away only if all uses of its logits do, so a loss is
 fused where nothing else needs the logits. Cross entropies of rows that something without a formula takes
-(weights that are trained, sums by sample as for preferences) are computed row by row. The operators read the user's own parameters. What
-was fused, and why other losses on heads were not, is noted in the graph (`secc.ir.analysis.fusion_report`).
+(weights that are trained, sums by sample as for preferences) are computed row by row. The operators read the
+user's own parameters. What was fused, and why other losses on heads were not, is noted in the graph
+(`secc.ir.analysis.fusion_report`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _SPLITTING_OPS = frozenset({
     "split_with_sizes_copy",
 })  # fmt: skip
 _TRIANGLE_OPS = frozenset({"tril", "triu"})
-_RESHAPING_OPS = frozenset({"view", "reshape", "_unsafe_view"})
+_RESHAPING_OPS = frozenset({"view", "reshape", "_unsafe_view", "view_copy", "_reshape_alias"})
 _WEIGHING_OPS = frozenset({"mul", "add", "sub", "div", "pow"})
 
 

@@ -73,7 +73,7 @@ REDUCTION_OPS: dict[str, tuple[int, str]] = {
         "nanmean",
         "aminmax",
     )
-} | {"norm": (2, "dim"), "linalg_vector_norm": (2, "dim"), "kthvalue": (2, "dim"), "quantile": (2, "dim")}
+} | {"norm": (2, "dim"), "linalg_vector_norm": (2, "dim"), "quantile": (2, "dim")}
 
 # Linear in operand 0 with everything else fixed: the result of a sum is the sum of the results.
 LINEAR_OPS = frozenset({

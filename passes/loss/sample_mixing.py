@@ -3,11 +3,13 @@ a table."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from xdsl.ir import Operation, SSAValue
 
 from secc.ir.analysis.dataflow import get_strings, is_random_op
 from secc.ir.dialect.ops import CallOp, Computation, GlueOp
-from secc.ir.dialect.readable_names import BATCH_INDEPENDENT_ATTRIBUTE
+from secc.ir.dialect.readable_names import BATCH_INDEPENDENT_ATTRIBUTE, SAMPLE_PLACES_ATTRIBUTE
 from secc.ir.dialect.size_expr import Expr, evaluate_size, size_symbol
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss.approximations import take_function_of_sums
@@ -61,6 +63,12 @@ def find_mixing(ctx: LossContext, op: Computation) -> BadState | None:
         return ctx.refuse_op(op, "normalises over samples") if over else None
     if samples & _mixed_dims(name, rank):
         return ctx.refuse_op(op, "works along a dim that carries samples")
+    if name == "constant_pad_nd" and samples & _padded_dims(get_argument(op, 1, "pad", []), rank):
+        return ctx.refuse_op(op, "pads or cuts a dim that carries samples")
+    if name in {"masked_scatter", "_unsafe_masked_index_put_accumulate"} and (
+        why := _find_shared_rows(ctx, op)
+    ):
+        return ctx.refuse_op(op, why)
     if name in ATTENTION_OPS and _attends_over_samples(op):
         return ctx.refuse_op(op, "attends from sample to sample")
     if name not in ALONG_DIM_OPS:
@@ -125,6 +133,20 @@ def _mixed_dims(name: str, rank: int) -> set[int]:
     return set(range(rank - int(sliding["dims"]), rank)) if sliding is not None else set()
 
 
+def _padded_dims(pad: Sequence[object], rank: int) -> set[int]:
+    """The dims that padding makes longer or shorter: pairs of (in front, behind) from the last dim on."""
+    return {rank - 1 - i // 2 for i, size in enumerate(pad) if size != 0}
+
+
+def _find_shared_rows(ctx: LossContext, op: Computation) -> str:
+    """Why an op that moves entries to places which a mask of samples gives does not keep samples apart, "" if
+    it does: entries that are the same for all batches are handed out in the order of the batch."""
+    given, *_, source = op.operands
+    if not ctx.carries_samples(source):
+        return "hands out entries that are not the samples' own, in the order of the batch"
+    return "" if ctx.carries_samples(given) else "adds up entries of samples by their places"
+
+
 def _attends_over_samples(op: Computation) -> bool:
     """Whether the samples are the positions of an attention. Rows of packed tokens may be, under a mask."""
     shapes = [tensor_type(o).shape for o in op.operands[:3]]
@@ -145,6 +167,8 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
     for value in op.operands:
         if not ctx.is_plain(value):
             return [ctx.refuse_op(op, "takes a value that depends on all samples")] * len(op.results)
+    if (misplaced := _find_misplaced_samples(ctx, op)) is not None:
+        return [misplaced] * len(op.results)
     some = any(ctx.carries_samples(o) for o in op.operands)
     why = "reduces its samples to a value that is the whole batch's"
     remedy = f"compute the loss outside the block, from outputs that have a row for each sample{offer}"
@@ -157,6 +181,25 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
         ctx.reducing |= {path} if any(mixed) else set()
         return [LOCAL_STATE] * len(op.results)
     return [take_function_of_sums(ctx, op, why, remedy) if bad else LOCAL_STATE for bad in mixed]
+
+
+def _find_misplaced_samples(ctx: LossContext, op: CallOp) -> BadState | None:
+    """The bad state of a call of one of torch's own classes with samples at a dim of its first input where
+    the class does not take them, such as the sequence of a recurrent layer."""
+    places = get_strings(ctx.graph.blocks[op.target.data], SAMPLE_PLACES_ATTRIBUTE)
+    if not places or not op.operands:
+        return None
+    type = tensor_type(op.operands[0])
+    rank = len(type.dims)
+    wrong = [d for d in ctx.sample_dims(type) if f"{rank} {d}" not in places]
+    if not wrong:
+        return None
+    name = ctx.graph.blocks[op.target.data].cls.data
+    return ctx.refuse_op(
+        op,
+        f"is a {name}, which mixes dim {wrong[0]} of an input of {rank} dims, and this dim carries samples",
+        "give the samples at the dim where the class expects them (see its batch_first)",
+    )
 
 
 def states_of_other(ctx: LossContext, op: Computation) -> list[ValueState]:

@@ -226,8 +226,9 @@ def _value_and_gradient_kernel(
             new_inner += tl.sum(tl.where(inside, token_inner, 0.0), 0)
         if GRADIENT:
             change = scale * gradient_at_token(log_q, log_p, row_inner, beta, KIND)
-            if STUDENT_CAP:
-                change *= 1.0 - (z / student_cap) * (z / student_cap)
+            if STUDENT_CAP:  # the capped logit again, so that no register holds it until here
+                ratio = (log_q + student_top + student_log) / (scale * student_cap)
+                change *= 1.0 - ratio * ratio
             change = tl.where(weight != 0, weight * change, 0.0)
             tl.store(place, change.to(student.dtype.element_ty), mask=inside)
     if VALUE:

@@ -43,6 +43,7 @@ from secc.driver.default_pipeline import build_pipeline, fusion_mode
 from secc.driver.pass_driver import CapturedModel, PlannedModule, Planner
 from secc.errors import UserError
 from secc.frontend.capture import eager_failure, to_ir
+from secc.frontend.capture.block_layouts import annotate_block_layouts
 from secc.frontend.capture.capture import Capture, capture_model
 from secc.frontend.capture.linear_blocks import annotate_linear_blocks
 from secc.frontend.dataset import padding_policy as widths
@@ -312,10 +313,12 @@ def _build_annotated_ir(
     clock: _StepClock,
     cache: _CaptureCache,
 ) -> ModuleOp:
-    """Imports a capture into IR and annotates what the passes need: which blocks are plain linear layers, the
-    padding policy, costs of block calls, and modules that fused operators can replace."""
+    """Imports a capture into IR and annotates what the passes need: which blocks are plain linear layers,
+    where blocks take samples, the padding policy, costs of block calls, and modules that fused operators can
+    replace."""
     module = to_ir.capture_to_ir(capture)
     annotate_linear_blocks(module, meta)
+    annotate_block_layouts(module, meta)
     graph_of(module).properties["widths"] = StringAttr(width)
     if options.dtype:
         graph_of(module).attributes["dtype"] = StringAttr(options.dtype)

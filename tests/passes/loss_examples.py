@@ -185,6 +185,12 @@ REFUSED = {
     "(y.mean((1, 2)).softmax(0) * share).sum()": (
         "aten._softmax.default works along a dim that carries samples"
     ),
+    "F.pad(y, (0, 0, 0, 0, 1, -1), value=2.0).square().mean()": (
+        "aten.constant_pad_nd.default pads or cuts a dim that carries samples"
+    ),
+    "torch.view_copy(y.mean(1).T, (-1, 6)).softmax(-1).mul(share[:, None]).sum()": (
+        "aten.view_copy.default gives each sample entries of the others"
+    ),
     "(y - y.roll(1, 0)).pow(2).mean()": "aten.roll.default works along a dim that carries samples",
     "F.batch_norm(rows, None, None, training=True).pow(2).mean()": (
         "takes its mean and variance over the samples of the batch"
