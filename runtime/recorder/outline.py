@@ -163,7 +163,7 @@ class _SkeletonWriter:
             if s in self.by_source
         ]
         self.call_arguments[node] = self.graph.call_function(recorded_glue, (label, *arguments))
-        self.call_arguments[node].meta = dict(node.meta) | {
+        self.call_arguments[node].meta = {k: v for k, v in node.meta.items() if k != "results"} | {
             "label": label,
             "grad": bool(node.meta.get("requires_grad")),
         }

@@ -121,6 +121,7 @@ SLOW = {
         (5, "student.tp=2 student.pp=2 student.norms=sequence student.backward=split teacher.dp=1"),
         (5, "student.tp=2 student.pp=2 student.backward=split teacher.dp=1 bf16"),
     ],
+    "qwen2_5_vl": [(3, "visual.pp=2 visual.micro_batch=1 language_model.dp=1")],
     "t5": [  # the sections share embeddings
         (2, "decoder.with=encoder encoder.tp=2 decoder.cp=2"),
         (2, "decoder.with=encoder encoder.tp=2 decoder.tp=2"),

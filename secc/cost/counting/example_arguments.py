@@ -15,6 +15,7 @@ import sympy
 import torch
 from xdsl.ir import Operation, SSAValue
 
+from secc.ir.analysis.recorded_glue import recorded_label
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.argument_template import DottedName, OperandRef
 from secc.ir.dialect.ops import CallOp, CaseOp, ConstOp, GlueOp, GraphOp, InputOp, strings_of
@@ -90,7 +91,7 @@ def compute_operand_values(
                 return [batch[op.key.data]]
             case ConstOp():
                 return [constants.get(op.key.data)]
-            case GlueOp():
+            case GlueOp() if recorded_label(op) is None:
                 operands = [value_of(o) for o in op.operands]
                 return [] if any(o is None for o in operands) else run_glue(op, operands, sizes)
             case _:
