@@ -105,6 +105,8 @@ def _widths_text(plan: Plan) -> str:
 
 def micro_batch_text(section: Section) -> str:
     """The most samples of a micro-batch, or the most tokens of one of several samples."""
+    if section.whole_batch:
+        return "all of a step"
     tokens = section.micro_batch_tokens
     return f"up to {tokens:,} tokens" if tokens else str(section.micro_batch)
 

@@ -13,6 +13,7 @@ from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
 from secc.report.html_page import report_page
+from secc.report.plan_tables import micro_batch_text
 from secc.runtime.model.user_file import load_model_file
 from secc.runtime.parameters.checkpoint import load_full_state_dict
 from tests.e2e.harness import find_differences, read_metrics, run_plan_ranks
@@ -42,6 +43,7 @@ def test_a_tower_with_batch_norms_takes_all_samples_of_a_step_in_one_micro_batch
     options = CompileOptions(cluster="local:2", global_batch=12, whole_batch=("tower",))
     plan = check_exactness(compile_model(TOWER, options), required=True).plan
     assert [(s.name, s.whole_batch) for s in plan.sections] == [("tower", True), ("model", False)]
+    assert [micro_batch_text(s) for s in plan.sections] == ["all of a step", "6"]
 
 
 def test_a_norm_that_is_called_as_a_function_leaves_one_replica(tmp_path: Path) -> None:
