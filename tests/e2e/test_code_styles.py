@@ -157,6 +157,12 @@ def test_rows_cut_to_their_lengths_and_joined_are_rows_of_a_mask() -> None:
     assert captured.count("aten.lt.Tensor") == 2 and "aten.slice.Tensor" not in captured
 
 
+def test_python_may_pad_the_narrower_of_two_inputs() -> None:
+    """Three cases: one is narrower, the other is, or both are of one width, which no drawn batch has."""
+    made = compiled("padded_pairs")
+    assert made.dumps[0][1].count("sec.case") == 3 and "notes" not in made.plan.checks
+
+
 NAMES = ["listed", "boxes", "per_sample", "kept", "chunked_loss", "task_heads"]
 MORE_NAMES = [
     "weighted_tasks",
@@ -166,6 +172,7 @@ MORE_NAMES = [
     "answer_pairs",
     "masked_frames",
     "trimmed_rows",
+    "padded_pairs",
 ]
 
 

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import combinations, count, cycle, islice, permutations
+from itertools import combinations, count, cycle, islice, permutations, product
 from typing import Any
 
 import torch
@@ -23,11 +23,13 @@ from secc.frontend.capture.control_flow_paths import (
     path_signature,
 )
 from secc.frontend.capture.shared_explanations import SharedExplanations
+from secc.frontend.capture.width_orders import WidthPair, find_deciding_pairs, read_orders
 from secc.frontend.dataset.input_symbols import IGNORED_LABEL, ModelInputs
 from secc.frontend.dataset.survey import DatasetSurvey, InputPattern, Sample, sort_by_volume
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import pad_batch, read_symbol_sizes
 from secc.runtime.plan.expr_eval import expression_symbols
+from secc.runtime.plan.schema import Symbol
 from secc.runtime.recorder import Recorder
 from secc.runtime.recorder.fold_joins import fold_joins
 from secc.runtime.recorder.outline import Outline
@@ -76,6 +78,7 @@ class ProbeBatches:
         )
         self._collate = collate
         self.explanations = SharedExplanations()
+        self._deciding_pairs: list[WidthPair] = []  # of widths that Python compares
         self.padded_symbols = frozenset(s.name for s in inputs.symbols if s.is_padded)
         rotations = (
             (rotation, [collate(s) for s in survey.compose_batches(pattern, rotation=rotation)])
@@ -95,7 +98,7 @@ class ProbeBatches:
         recorded too.
         """
         recordings = self._record_ragged_then_even(self.ragged_batches, self.even_batches)
-        recordings += [o for _, o in self._record_crossed_widths(recordings)]
+        recordings += [o for _, o in self._record_crossed_widths()]
         for sample, other in self._samples_with_new_conditions(recordings):
             if other is not None:
                 recordings += [self._record_batch(self._collate([other] * n)) for n in _REPEATED_SAMPLE]
@@ -105,7 +108,27 @@ class ProbeBatches:
             )
             recordings += self._record_ragged_then_even(ragged, even)
         recordings += self._record_single_samples(recordings)
-        return recordings + self._record_other_combinations(recordings)
+        recordings += self._record_other_combinations(recordings)
+        alike = [p for p in combinations(self._padded_widths(), 2) if self._are_alike(*p)]
+        deciding = find_deciding_pairs(recordings, alike)
+        recordings += self._record_width_orders(deciding)
+        self._deciding_pairs = deciding
+        return [read_orders(o, deciding) for o in recordings]
+
+    def _record_width_orders(self, pairs: Sequence[WidthPair]) -> list[ObservedRecording]:
+        """Records ragged micro-batches with each of two widths padded to the other and beyond it: some orders
+        are rare in samples."""
+        found = list[ObservedRecording]()
+        for (b, more), pair in product(zip(self.ragged_batches, _EXTRA_WIDTHS, strict=False), pairs):
+            for padded, other in permutations(s.name for s in pair):
+                for size in (b.sizes[other], b.sizes[other] + more):
+                    wider = self._pad_batch(b, padded, size) if size >= b.sizes[padded] else None
+                    if wider is not None and (recording := self._record_if_accepted(wider)) is not None:
+                        found.append(recording)
+        return found
+
+    def _padded_widths(self) -> list[Symbol]:
+        return [s for s in self._inputs.symbols if s.is_padded]
 
     def _record_single_samples(self, recordings: Sequence[ObservedRecording]) -> list[ObservedRecording]:
         """Records samples by themselves, where samples lie side by side in one row and one alone takes a path
@@ -262,11 +285,12 @@ class ProbeBatches:
             return known_shapes[id(sample)]
 
         seen = [(b, self._record_batch(b)) for b in (*self.ragged_batches, *self.even_batches)]
-        seen += self._record_crossed_widths([o for _, o in seen])
+        seen += self._record_crossed_widths()
         return [replace(o, sample_shapes=tuple(map(shapes_of, b.samples))) for b, o in seen]
 
     def _record_batch(self, b: ProbeBatch) -> ObservedRecording:
-        return ObservedRecording(fold_joins(self._recorder.record(b.batch)), b.sizes)
+        found = ObservedRecording(fold_joins(self._recorder.record(b.batch)), b.sizes)
+        return read_orders(found, self._deciding_pairs)
 
     def __call__(self, name: str, size: int) -> ObservedRecording | None:
         """Records the ragged micro-batch that is narrowest along the width symbol `name`, padded to
@@ -283,37 +307,34 @@ class ProbeBatches:
             )
         )
 
-    def _record_crossed_widths(
-        self, recordings: Sequence[ObservedRecording]
-    ) -> list[tuple[ProbeBatch, ObservedRecording]]:
+    def _record_crossed_widths(self) -> list[tuple[ProbeBatch, ObservedRecording]]:
         """Records ragged micro-batches with one width padded beyond another where the ragged ones never have
         the two in that order.
 
         What depends on the wider of two widths (chosen and rejected answers padded to one length) would
         otherwise look like a function of either. An order that no drawn sample has is recorded if the widths
-        are of inputs alike, as a sample that was not drawn may have it; it counts unless forward then takes
-        a path that none of `recordings` takes.
+        are of inputs alike, as a sample that was not drawn may have it.
         """
-        known, found = {path_signature(o.recording) for o in recordings}, []
-        for wide, narrow in permutations(sorted(self.padded_symbols), 2):
-            if any(b.sizes[wide] > b.sizes[narrow] for b in self.ragged_batches):
+        found = list[tuple[ProbeBatch, ObservedRecording]]()
+        for wide, narrow in permutations(self._padded_widths(), 2):
+            if any(b.sizes[wide.name] > b.sizes[narrow.name] for b in self.ragged_batches):
                 continue
-            drawn = any(sizes[wide] > sizes[narrow] for sizes in self._inputs.sample_sizes)
-            if not drawn and not self._are_alike(wide, narrow):
-                continue
-            for b, more in zip(self.ragged_batches, _EXTRA_WIDTHS, strict=False):
-                wider = self._pad_batch(b, wide, b.sizes[narrow] + more)
-                recording = None if wider is None else self._record_if_accepted(wider)
-                if recording is not None and (drawn or path_signature(recording.recording) in known):
-                    found.append((wider, recording))
+            drawn = any(sizes[wide.name] > sizes[narrow.name] for sizes in self._inputs.sample_sizes)
+            if drawn or self._are_alike(wide, narrow):
+                wider = (
+                    self._pad_batch(b, wide.name, b.sizes[narrow.name] + more)
+                    for b, more in zip(self.ragged_batches, _EXTRA_WIDTHS, strict=False)
+                )
+                found += [
+                    (b, o) for b in wider if b is not None and (o := self._record_if_accepted(b)) is not None
+                ]
         return found
 
-    def _are_alike(self, a: str, b: str) -> bool:
+    def _are_alike(self, a: Symbol, b: Symbol) -> bool:
         """Whether two widths are the same dim of inputs with the same dtype and number of dims."""
         inputs = {i.key: i for i in self._inputs.inputs}
-        first, second = (next(s for s in self._inputs.symbols if s.name == name) for name in (a, b))
-        x, y = inputs[first.key], inputs[second.key]
-        return (x.dtype, len(x.dims), first.dim) == (y.dtype, len(y.dims), second.dim)
+        x, y = inputs[a.key], inputs[b.key]
+        return (x.dtype, len(x.dims), a.dim) == (y.dtype, len(y.dims), b.dim)
 
     def _pad_batch(self, b: ProbeBatch, name: str, size: int) -> ProbeBatch | None:
         """Returns a micro-batch padded to a width; None if collate's padding does not show how."""
