@@ -83,7 +83,8 @@ class Allocate(ModulePass):
     objective: time, or gpus: the fewest ranks on which a step takes at most `step_time` seconds. run_ahead:
       GiB that a rank keeps of results for the next step where frozen sections prefetch, or auto.
 
-    On CPUs, where ranks share a memory, replicas of several ranks are used only if nothing else fits.
+    On CPUs, where ranks share a memory, replicas of several ranks are used only if nothing else fits. On GPUs
+    host memory is, where it is not pinned.
     """
 
     name = "allocate"
@@ -125,6 +126,11 @@ class Allocate(ModulePass):
         if solution is None and work.cluster.device.backend == "cpu":
             asked = self._build_problem(work, pins, size, free=True)
             solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
+        if solution is None and work.cluster.device.backend != "cpu":
+            offloading = work.with_offload()
+            with_offload = self._build_problem(offloading, pins, size, free=True)
+            solution = solve_allocation(with_offload, margin=MULTI_RANK_MARGIN)
+            work, asked = (offloading, with_offload) if solution is not None else (work, asked)
         if solution is None and not self.fit and (need := solve_least_memory(asked)) is not None:
             asked = replace(
                 asked, capacity=need, pools=tuple(replace(pool, capacity=need) for pool in asked.pools)
@@ -404,6 +410,8 @@ def _write_section(
         "recompute": StringAttr(chosen.recompute),
         "sharding": StringAttr(chosen.sharding),
         "backward": StringAttr(chosen.backward),
+        "offload": StringAttr(chosen.offload),
+        "host_gib": float_attr(round(chosen.host_memory / GIB, 4)),
         "memory_gib": float_attr(memory_gib),
         "label": StringAttr(rank.label),
         "forward_ns": StringAttr(forward_ns),

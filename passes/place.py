@@ -133,10 +133,15 @@ def _nodes_of_kind(cluster: Cluster, ranks: tuple[int, ...]) -> range:
 
 
 def _gradient_sum(work: Workload, load: SectionLoad, section: SectionOp, group: str) -> GradientSum:
-    shape = ReplicaShape(*(_mesh_size(section, key) for key in ("tp", "pp", "cp", "ep")))
+    shape = _replica_shape(section)
     size = compute_rank_load(load, shape, work.cluster).cost.gradient_sum_bytes
     sharded = (get_string(section, "sharding") or "none") != "none"
     return GradientSum(group, size, shape.pp, shape.tp, sharded, shape.cp)
+
+
+def _replica_shape(section: SectionOp) -> ReplicaShape:
+    tp, pp, cp, ep = (_mesh_size(section, key) for key in ("tp", "pp", "cp", "ep"))
+    return ReplicaShape(tp, pp, cp, ep)
 
 
 def _find_flows(work: Workload, group: Mapping[str, str]) -> list[EdgeTraffic]:
@@ -163,7 +168,7 @@ def _pipeline_chain(work: Workload, load: SectionLoad, section: SectionOp, group
 
 def _expert_traffic(work: Workload, load: SectionLoad, section: SectionOp, group: str) -> ExpertTraffic:
     """Traffic among the replicas that share experts: rows to experts and back, in forward and backward."""
-    shape = ReplicaShape(*(_mesh_size(section, key) for key in ReplicaShape._fields))
+    shape = _replica_shape(section)
     rank = compute_rank_load(load, shape, work.cluster)
     passes = 2 if load.mode == "forward" else 4
     size = passes * _step_total(work, load, rank.cost.routed_bytes) // _mesh_size(section, "dp")

@@ -217,6 +217,9 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
             stage.attributes["recompute"] = StringAttr("none")
         if not load.cost.trainable and get_string(stage, "sharding") != "zero3":
             stage.attributes["sharding"] = StringAttr("none")
+        if not load.cost.trainable and get_string(stage, "offload") == "optimizer":
+            stage.attributes["offload"] = StringAttr("none")
+            load = _rank_load(work, stage)
         recompute = get_string(stage, "recompute") or "none"
         write_section_cost(
             stage, replace(work.loads[load.name].cost, saved=load.cost_under_recompute(recompute).saved)
@@ -232,6 +235,7 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
             "label": StringAttr(load.label),
             "forward_ns": StringAttr(forward_ns),
             "backward_ns": StringAttr(backward_ns),
+            "host_gib": float_attr(round(_held_micro_batches(work, load)[1].host / GIB, 4)),
         }
     for stage in stages:
         held = [s for s in graph.sections if set(_ranks_of(s)) & set(_ranks_of(stage))] or [stage]
@@ -264,6 +268,7 @@ def _rank_load(work: Workload, section: SectionOp) -> SectionLoad:
     shape = ReplicaShape(
         *(int(get_number(section, key) or 1) for key in ("tp", "pp", "cp", "ep")),
         backward_parts=2 if get_string(section, "backward") == "split" else 1,
+        offload=get_string(section, "offload") or "none",
     )
     return compute_rank_load(
         work.loads[section.sym.data], shape, work.cluster.view_of_ranks(_ranks_of(section))

@@ -98,6 +98,7 @@ def workload_row(name: str, directory: Path) -> list[str]:
 def _describe_section(section: dict[str, Any]) -> str:
     mesh = section["mesh"]
     extras = [section[key] for key in ("recompute", "sharding") if section[key] != "none"]
+    extras += [f"offload {section['offload']}"] if section.get("offload", "none") != "none" else []
     degrees = [f"{key} {mesh[key]}" for key in ("cp", "ep") if mesh.get(key, 1) > 1]
     extras = [*degrees, *extras]
     text = f"{len(mesh['ranks'])} {mesh['dp']}/{mesh['pp']}/{mesh['tp']}, {section['micro_batch']}"

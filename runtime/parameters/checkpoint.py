@@ -97,12 +97,15 @@ def model_state(
     }
 
 
-def slice_state(slices: OptimizedSlices) -> dict[str, Any]:
-    """Returns what this rank's optimizer updates under keys `model/NAME`; the tensors share its memory."""
+def slice_state(
+    slices: OptimizedSlices, values: Callable[[nn.Parameter], torch.Tensor] = lambda p: p.data
+) -> dict[str, Any]:
+    """Returns what this rank's optimizer updates under keys `model/NAME`; the tensors share the memory of its
+    `values`."""
     from secc.runtime.parameters.sliced_tensor_store import TensorSlice
 
     return {
-        f"model/{part.name}": TensorSlice(p.data.view(-1), part.shape, part.start, part.cut)
+        f"model/{part.name}": TensorSlice(values(p).view(-1), part.shape, part.start, part.cut)
         for p, part in slices.items()
     }
 
@@ -248,13 +251,15 @@ def load_optimizer_state(
     rank: int,
     changed: Iterable[ChangedOption] = (),
     keeps_schedule: bool = True,
+    offloaded: Collection[nn.Parameter] = (),
 ) -> None:
     """Reads the optimizer states of this rank's parameters, the options of their groups and the scheduler's
     state. Collective.
 
     Options that have `changed`, and without `keeps_schedule` those that schedulers set and the scheduler
     itself, stay as they are. The states of parameters start from nothing if their optimizer is of another
-    class, or if what it keeps for them has other names (amsgrad was switched on).
+    class, or if what it keeps for them has other names (amsgrad was switched on). The states of parameters
+    that are `offloaded` stay in host memory.
     """
     from secc.runtime.parameters import sliced_tensor_store
 
@@ -274,7 +279,11 @@ def load_optimizer_state(
         kept = {name: {*_SCHEDULED} if not keeps_schedule else set[str]() for name in slice_by_name}
         for change in changed:
             kept[change.name].add(change.option)
-        optimizer.load_state_dict(_pack_optimizer_state(optimizer, target, slices, kept))
+        packed = _pack_optimizer_state(optimizer, target, slices, kept)
+        on_host = _take_states(optimizer, packed, offloaded)
+        optimizer.load_state_dict(packed)
+        for param, states in on_host.items():
+            optimizer.state[param].update(states)
     if scheduler is not None and scheduler_key and keeps_schedule:
         scheduler.load_state_dict(target[scheduler_key])
 
@@ -386,6 +395,23 @@ def _pack_optimizer_state(
                     for k, v in values[name].items()
                 }
     return {"state": state, "param_groups": packed["param_groups"]}
+
+
+def _take_states(
+    optimizer: torch.optim.Optimizer, packed: dict[str, Any], params: Collection[nn.Parameter]
+) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+    """Takes the states of `params` that have a parameter's shape out of a state dict, in the dtype that
+    loading would give them."""
+    taken: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+    for group, indices in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        for param, index in zip(group["params"], indices["params"], strict=True):
+            states = packed["state"].get(index, {}) if param in params else {}
+            for key in [k for k, v in states.items() if isinstance(v, torch.Tensor) and v.ndim]:
+                if states[key].shape == param.shape:
+                    value = states.pop(key)
+                    value = value.to(param.dtype) if param.is_floating_point() else value
+                    taken.setdefault(param, {})[key] = value
+    return taken
 
 
 def _find_state_entries(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str] | None:

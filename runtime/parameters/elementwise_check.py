@@ -3,7 +3,8 @@ parameter.
 
 torch's own elementwise optimizers are known by type. Any other optimizer steps on a random matrix and, from
 the same values, on the same matrix split into two vectors. An optimizer that uses a tensor's norm, rows or
-shape gives different results, or fails, and must not be sharded.
+shape gives different results, or fails, and must not be sharded. In the same way an optimizer is tried that
+is to step on some parameters after others.
 """
 
 from __future__ import annotations
@@ -43,6 +44,47 @@ def why_not_elementwise(optimizer: optim.Optimizer) -> str | None:
         if not torch.allclose(whole, pieces, rtol=1e-4, atol=1e-6):
             return f"{name} is not elementwise: a step on a matrix differs from a step on its parts"
     return None
+
+
+def why_not_stepwise(optimizer: optim.Optimizer) -> str | None:
+    """Returns the reason why parameters cannot be updated in turn, each with the others left out of the
+    optimizer's groups; None if they can."""
+    if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
+        return None
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
+        try:
+            together, in_turn = _step_together_and_in_turn(optimizer, group, group["params"][0])
+        except Exception as error:  # whatever the user's optimizer does with part of its parameters
+            return f"{name} does not step on some of its parameters alone: {error}"
+        if not torch.equal(together, in_turn):
+            return f"{name} updates a parameter differently where others are updated before or after it"
+    return None
+
+
+def _step_together_and_in_turn(
+    optimizer: optim.Optimizer, group: dict[str, Any], like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps on two random matrices, at once and one after the other. Returns both, flat, after the steps."""
+    generator = torch.Generator().manual_seed(0)
+    device = torch.device("cpu") if like.is_meta else like.device
+    start, *gradients = (
+        torch.randn(2, *_PROBE_SHAPE, generator=generator).to(device) for _ in range(1 + _PROBE_STEPS)
+    )
+    results: list[torch.Tensor] = []
+    for turns in ([[0, 1]], [[0], [1]]):
+        params = [nn.Parameter(matrix.clone()) for matrix in start]
+        probe = _copy_optimizer(optimizer, group, params)
+        for gradient in gradients:
+            for param, own in zip(params, gradient, strict=True):
+                param.grad = own.clone()
+            for turn in turns:
+                probe.param_groups[0]["params"] = [params[i] for i in turn]
+                probe.step()
+        results.append(torch.cat([p.detach().flatten() for p in params]))
+    return results[0], results[1]
 
 
 def _step_whole_and_split(

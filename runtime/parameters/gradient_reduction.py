@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,7 @@ from secc.runtime.parameters.bucket_limits import BUCKET_BYTES, MAX_BUCKETS_IN_F
 from secc.runtime.parameters.mixed_precision import accumulate_in_float32, make_master
 from secc.runtime.parameters.sharded_optimizer import (
     FlatParameters,
+    MasterGroup,
     ParameterSlice,
     flatten_gradients,
     start_reduce_scatter,
@@ -285,7 +287,7 @@ class GradientReducer:
     `optimized_slices` maps each tensor that this rank's optimizer updates to the part of a user's parameter
     that it holds. `sharded_slices` maps each parameter with a sharded optimizer to its slice on this rank, or
     None. With `dtype`, modules compute in `dtype` while the optimizer updates float32 `masters` (or float32
-    slices).
+    slices); `master_groups` are all of these as they lie in memory.
     """
 
     def __init__(
@@ -303,6 +305,7 @@ class GradientReducer:
             unit for units in (zero3_units or {}).values() for unit in units if unit.is_trained
         ]
         self.masters: dict[nn.Parameter, tuple[nn.Parameter, ParameterSlice]] = {}
+        self.master_groups: list[MasterGroup] = []
         self.counted_elsewhere = {
             n
             for reduction in reduction_groups
@@ -384,6 +387,9 @@ class GradientReducer:
         """Records which slices of `params` this rank updates, and which of them count for the norm here."""
         self.sharded_slices |= {param: flat.slices.get(param) for param in params}
         self.optimized_slices |= dict(flat.slices.values())
+        if flat.masters is not flat.shard:
+            leaves = tuple(leaf for leaf, _ in flat.slices.values())
+            self.master_groups.append(MasterGroup(flat.masters, leaves, flat.copy_masters_to_shard))
         self._norm_parameters += [
             leaf for leaf, part in flat.slices.values() if part.name not in reduction.counted_elsewhere
         ]
@@ -402,6 +408,9 @@ class GradientReducer:
             return param
         master = make_master(param, self._dtype)
         self.masters[param] = master, whole_parameter_slice(name, master, self._cuts.get(name))
+        if master.untyped_storage().nbytes() != master.nbytes:
+            master.data = master.data.clone()  # it was a part of a larger tensor
+        self.master_groups.append(MasterGroup(master.data, (master,), partial(param.data.copy_, master.data)))
         return master
 
     def _make_flat_parameters(
@@ -516,12 +525,11 @@ class GradientReducer:
 
     def gather_parameters(self) -> None:
         """Sends the parameters that this rank has updated to all ranks that hold them. Collective; call it
-        after the optimizer step."""
-        for param, (master, _) in self.masters.items():
-            param.data.copy_(master.data)
+        after the optimizer step. Masters on the host have been written into the weights already."""
+        for group in self.master_groups:
+            if not group.is_on_host:
+                group.write_weights()
         flats = [(b.flat, b) for b in self._queue if isinstance(b, _GradientBucket) and b.flat is not None]
-        for flat in (*(flat for flat, _ in flats), *self._zero3_units):
-            flat.copy_masters_to_shard()
         for work, section in [(flat.gather_values(b.group), b.section) for flat, b in flats]:
             with self.timed(section):
                 work.wait()

@@ -289,13 +289,13 @@ def state_dict_owners(plan: Plan, model: nn.Module) -> dict[str, int]:
 
 
 def all_zero3_parameter_names(plan: Plan, model: nn.Module) -> set[str]:
-    """Returns the canonical names of all parameters that are gathered layer by layer; a device may be too
-    small for all of them at once."""
+    """Returns the canonical names of all parameters that come to a device layer by layer, from replicas or
+    from host memory; a device may be too small for all of them at once."""
     canonical = canonical_names(model)
     return {
         name
         for s in plan.sections
-        if gathers_parameters(s)
+        if gathers_parameters(s) or s.offload == "weights"
         for name in zero3_parameter_names(plan, s, canonical)
     }
 

@@ -9,7 +9,7 @@ parameter's shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,28 @@ class FlatParameters:
     def gather_values(self, group: Any) -> dist.Work:
         """Starts the all-gather that fills `buffer` with the shards of all ranks. Collective."""
         return start_all_gather(self.buffer, self.shard, group)
+
+
+@dataclass(eq=False)
+class MasterGroup:
+    """Float32 masters in one tensor `values`, which fills its storage. `leaves`: the optimizer's parameters,
+    views of it. `write_weights` rounds the masters into the weights that modules compute with. `is_on_host`:
+    between optimizer steps they are in host memory (`secc.runtime.parameters.offloaded_optimizer`)."""
+
+    values: torch.Tensor
+    leaves: tuple[nn.Parameter, ...]
+    write_weights: Callable[[], object]
+    is_on_host: bool = False
+
+    def views_of_leaves(self, copy: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the parts of a copy of `values` that are copies of the leaves."""
+        start = self.values.storage_offset()
+        return [
+            copy
+            if leaf.shape == copy.shape
+            else copy[(begin := leaf.storage_offset() - start) : begin + leaf.numel()].view(leaf.shape)
+            for leaf in self.leaves
+        ]
 
 
 def valueless_placeholder(param: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ parameter or a float32 master, so the average is as sharded as the optimizer, an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,35 +20,41 @@ from secc.runtime.parameters.checkpoint import AVERAGE_PREFIX, OptimizedSlices
 
 class WeightAverage:
     """The average of this rank's trained weights. `slices`: what its optimizer updates, and the parts of the
-    user's parameters that these are."""
+    user's parameters that these are. `values`: the memory with the values of one of them, which is the host's
+    for an offloaded master; its average is then computed there."""
 
-    def __init__(self, decay: float, slices: OptimizedSlices) -> None:
-        self.decay, self._slices = decay, slices
+    def __init__(
+        self,
+        decay: float,
+        slices: OptimizedSlices,
+        values: Callable[[nn.Parameter], torch.Tensor] = lambda p: p.data,
+    ) -> None:
+        self.decay, self._slices, self._values = decay, slices, values
         # At least float32: a 16-bit average would not move.
         self._averages: dict[nn.Parameter, torch.Tensor] = {
-            p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in slices
+            p: values(p).to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in slices
         }
 
     @torch.no_grad()
     def update(self) -> None:
         """Takes in the weights after an optimizer step."""
         for param, average in self._averages.items():
-            average.lerp_(param.to(average.dtype), 1 - self.decay)
+            average.lerp_(self._values(param).to(average.dtype), 1 - self.decay)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Puts the averages in place of this rank's trained weights, and restores these bit by bit at the
         end. The caller sends them to replicas and into gathered parameters."""
-        kept = {p: p.detach().clone() for p in self._averages}
+        kept = {p: self._values(p).clone() for p in self._averages}
         with torch.no_grad():
             for param, average in self._averages.items():
-                param.copy_(average)
+                self._values(param).copy_(average)
         try:
             yield
         finally:
             with torch.no_grad():
                 for param, values in kept.items():
-                    param.copy_(values)
+                    self._values(param).copy_(values)
 
     def state(self, owned: Collection[str]) -> dict[str, Any]:
         """Returns this rank's part of the averages of the parameters `owned`, for a checkpoint."""

@@ -13,13 +13,16 @@ micro-batches hangs the others. Here every pass issues the same sequence of coll
 each unit once, in one order (reversed in backwards), including units that this replica's samples skip. And
 the schedule gives all replicas the same number of passes in the same order: forwards and backwards run in
 rounds (`secc.runtime.plan.step_program`), and a replica without samples in a round makes an empty pass.
+
+Weights in host memory (`offload=weights`) come and go by the same hooks, as units of
+`secc.runtime.parameters.offloaded_weights`; they need no rounds.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,7 +31,9 @@ import torch.distributed as dist
 from torch import nn
 
 from secc.runtime.model.hf_weight_mapping import WeightSource
+from secc.runtime.parameters.host_copies import HostCopies
 from secc.runtime.parameters.mixed_precision import accumulate_in_float32, compute_dtype
+from secc.runtime.parameters.offloaded_weights import HostUnit
 from secc.runtime.parameters.sharded_optimizer import (
     FlatParameters,
     ParameterSlice,
@@ -134,6 +139,9 @@ class ShardedUnit(FlatParameters):
         self._gradient_sum = None
 
 
+PassUnit = ShardedUnit | HostUnit
+
+
 class UnitGatherer:
     """Gathers, releases and reduces the units of one section during the passes of its micro-batches on this
     rank.
@@ -146,7 +154,7 @@ class UnitGatherer:
     order.
     """
 
-    def __init__(self, section: str, units: Sequence[Sequence[ShardedUnit]]) -> None:
+    def __init__(self, section: str, units: Sequence[Sequence[PassUnit]]) -> None:
         self.section, self.units = section, units
         # Makes the context in which this rank waits for a collective.
         self.timed: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -208,7 +216,9 @@ class UnitGatherer:
         the unit before it, so that at most one is in flight."""
         if self._is_backward:
             self._accumulate_pending()
-            self._reducing_units = [part for part in self.units[unit] if part.is_trained]
+            self._reducing_units = [
+                part for part in self.units[unit] if isinstance(part, ShardedUnit) and part.is_trained
+            ]
             for part in self._reducing_units:
                 part.start_reduce()
         for part in self.units[unit]:
@@ -220,7 +230,7 @@ class UnitGatherer:
                 part.accumulate_reduced()
         self._reducing_units = ()
 
-    def _finish_gathers(self, parts_of_unit: Sequence[ShardedUnit]) -> None:
+    def _finish_gathers(self, parts_of_unit: Sequence[PassUnit]) -> None:
         with self.timed():
             for part in parts_of_unit:
                 part.finish_gather()
@@ -246,7 +256,7 @@ class UnitGatherer:
         module.forward = forward
 
 
-def _start_gathers(parts_of_unit: Sequence[ShardedUnit]) -> None:
+def _start_gathers(parts_of_unit: Sequence[PassUnit]) -> None:
     for part in parts_of_unit:
         part.start_gather()
 
@@ -267,11 +277,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Zero3State:
-    """All parameters of this rank that are sharded over replicas; empty under plans without `zero3`.
+    """All parameters of this rank that are sharded over replicas or in host memory; empty under plans without
+    `zero3` and `offload=weights`.
 
-    `gatherers` and `sharded_units` are keyed by section. Values that are still in files (`stored`) are read
-    one unit at a time, so that no rank ever holds a whole model. Construct it at the same point on all ranks,
-    because creating process groups is collective.
+    `gatherers`, `sharded_units` and `host_units` are keyed by section. Values that are still in files
+    (`stored`) are read one unit at a time, so that no rank ever holds a whole model. Construct it at the same
+    point on all ranks, because creating process groups is collective.
 
     `cuts`: the parameters that tensor parallelism cuts; `canonical`: one name for each name of a parameter.
     """
@@ -288,6 +299,8 @@ class Zero3State:
     ) -> None:
         self.gatherers: dict[str, UnitGatherer] = {}
         self.sharded_units: dict[str, list[ShardedUnit]] = {}
+        self.host_units: dict[str, list[HostUnit]] = {}
+        self._copies = HostCopies(device)
         self._unit_modules: dict[str, list[nn.Module]] = {}
         self._first_replica_sections = set[str]()  # where this rank has tp rank 0
         params = dict(model.named_parameters())
@@ -301,6 +314,34 @@ class Zero3State:
                     self._add_section(
                         plan, model, section, sharded_params, group, ranks.index(rank), device, cuts, stored
                     )
+
+        for section in plan.sections:
+            if section.offload == "weights" and rank in section.mesh.ranks:
+                own = {n: params[n] for n in zero3_parameter_names(plan, section, canonical)}
+                self._add_host_section(plan, model, section, own, cuts, stored)
+
+    def _add_host_section(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        section: Section,
+        own: Mapping[str, nn.Parameter],
+        cuts: Mapping[str, ParameterCut],
+        stored: Mapping[str, WeightSource],
+    ) -> None:
+        """Moves the parameters `own` of one section's layers to host memory, and all others to the device."""
+        modules = recompute.units_of_blocks(model, section.units)
+        members = _group_by_unit(model, modules, own)
+        dtype = compute_dtype(plan.dtype)
+        units: list[list[HostUnit]] = []
+        for k, by_kind in enumerate(members):
+            for name, param in (pair for named in by_kind for pair in named):
+                value = read_parameter(stored[name], param, cuts.get(name)) if name in stored else param.data
+                param.data = value if k else value.to(self._copies.device)
+            units.append([HostUnit(named, self._copies, cuts, dtype) for named in by_kind] if k else [])
+        self.gatherers[section.name] = UnitGatherer(section.name, units)
+        self.host_units[section.name] = [part for unit in units for part in unit]
+        self._unit_modules[section.name] = modules
 
     def _add_section(
         self,
@@ -316,22 +357,14 @@ class Zero3State:
     ) -> None:
         """Shards the parameters `own` of one section over the process group, unit by unit."""
         modules = recompute.units_of_blocks(model, section.units)
-        of_unit = _assign_to_units(model, modules, own)
         dtype = compute_dtype(plan.dtype)
         units: list[list[ShardedUnit]] = []
-        for k in range(len(modules) + 1):
-            by_kind: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-            for name, param in own.items():
-                if of_unit[name] == k:
-                    by_kind.setdefault((param.dtype, param.requires_grad), []).append((name, param))
-            for name, param in (pair for members in by_kind.values() for pair in members):
+        for by_kind in _group_by_unit(model, modules, own):
+            for name, param in (pair for members in by_kind for pair in members):
                 value = read_parameter(stored[name], param, cuts.get(name)) if name in stored else param.data
                 param.data = value.to(device)
             units.append(
-                [
-                    ShardedUnit(members, group, index, section.mesh.copies, cuts, dtype)
-                    for members in by_kind.values()
-                ]
+                [ShardedUnit(members, group, index, section.mesh.copies, cuts, dtype) for members in by_kind]
             )
         self.gatherers[section.name] = UnitGatherer(section.name, units)
         self.sharded_units[section.name] = [part for unit in units for part in unit]
@@ -358,30 +391,31 @@ class Zero3State:
 
     @property
     def parameter_names(self) -> set[str]:
-        """The names of all sharded parameters."""
-        return {
-            name for units in self.sharded_units.values() for unit in units for name in unit.parameter_names
-        }
+        """The names of all parameters with values in slices only."""
+        return {name for unit in self._all_units() for name in unit.parameter_names}
+
+    def _all_units(self) -> Iterator[PassUnit]:
+        for units in (*self.sharded_units.values(), *self.host_units.values()):
+            yield from units
 
     @property
     def parameter_slices(self) -> dict[nn.Parameter, ParameterSlice]:
-        """This rank's slice of each sharded parameter: leaf tensor -> which part it is."""
-        return {
-            leaf: part
-            for units in self.sharded_units.values()
-            for unit in units
-            for leaf, part in unit.slices.values()
-        }
+        """This rank's slice of each of these parameters: leaf tensor -> which part it is."""
+        return {leaf: part for unit in self._all_units() for leaf, part in unit.slices.values()}
 
-    def slices_to_save(self, cuts: Mapping[str, ParameterCut]) -> dict[nn.Parameter, ParameterSlice]:
+    def slices_to_save(
+        self, cuts: Mapping[str, ParameterCut], owned: Collection[str]
+    ) -> dict[nn.Parameter, ParameterSlice]:
         """Returns the slices that this rank writes into a checkpoint. Slices that all ranks of a replica hold
-        are written by its first rank."""
+        are written by its first rank; of parameters in host memory, each replica has all, and the rank writes
+        those `owned`."""
         saved: dict[nn.Parameter, ParameterSlice] = {}
         for section, units in self.sharded_units.items():
             for leaf, part in (pair for unit in units for pair in unit.slices.values()):
                 if section in self._first_replica_sections or part.name in cuts:
                     saved[leaf] = part
-        return saved
+        held = (pair for units in self.host_units.values() for unit in units for pair in unit.slices.values())
+        return saved | {leaf: part for leaf, part in held if part.name in owned}
 
     def copy_masters_to_shards(self) -> None:
         """Copies the masters into the shards that are gathered, rounding them to the compute dtype."""
@@ -408,6 +442,20 @@ def zero3_parameter_names(plan: Plan, section: Section, canonical: Mapping[str, 
     stay = others | {canonical[p] for p in section.partial}
     stay |= {canonical[s.name] for s in section.shards if s.replicas > 1}
     return [n for n in dict.fromkeys(canonical[p] for p in section.params) if n not in stay]
+
+
+def _group_by_unit(
+    model: nn.Module, modules: Sequence[nn.Module], params: Mapping[str, nn.Parameter]
+) -> list[list[list[tuple[str, nn.Parameter]]]]:
+    """Returns the named parameters of the remainder and of each of `modules`, grouped by dtype and
+    `requires_grad`."""
+    of_unit = _assign_to_units(model, modules, params)
+    units: list[dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]]] = [
+        {} for _ in range(len(modules) + 1)
+    ]
+    for name, param in params.items():
+        units[of_unit[name]].setdefault((param.dtype, param.requires_grad), []).append((name, param))
+    return [list(by_kind.values()) for by_kind in units]
 
 
 def _assign_to_units(

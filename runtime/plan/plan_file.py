@@ -184,6 +184,8 @@ _SECTION_FIELDS: dict[str, Shape] = {
     "undivided": _COST,
     "undivided_bytes": _COUNT,
     "whole_batch": _FLAG,
+    "offload": shapes.choice("none", "optimizer", "weights"),
+    "host_gib": shapes.number(0),
     "partial": _TEXTS,
     "units": _TEXTS,
 }
@@ -195,6 +197,8 @@ _LATER_FIELDS = (
     "undivided",
     "undivided_bytes",
     "whole_batch",
+    "offload",
+    "host_gib",
     "micro_batch_tokens",
     "token_count",
 )
@@ -275,6 +279,8 @@ _DEVICE = shapes.record(
     },
     {
         "expert_lost_rows": _COUNT,
+        "host_memory": _COUNT,
+        "host_bytes_per_s": _COUNT,
         "overheads": shapes.record(
             {}, {**dict.fromkeys(("job", "message", "tensor", "sample", "step"), _COUNT), "label": _TEXT}
         ),
@@ -691,6 +697,12 @@ def _check_section(plan: Plan, section: Section, symbols: set[str], optional_key
             _check_symbols([text] if text else [], symbols, f"{place}.{key}.{name}")
     if section.cp_per == "micro_batch" and (section.pipeline or mesh.ep > 1 or section.weight_permille):
         raise MalformedValue("expected no stages, ep or split backward with micro_batch", f"{place}.cp_per")
+    is_trained = any(plan.model.parameters[name].endswith(" train") for name in section.params)
+    if section.offload == ("weights" if is_trained else "optimizer"):
+        problem = "nothing of a section that trains" if is_trained else "no states of a frozen section"
+        raise MalformedValue(f"expected {problem}, got {section.offload}", f"{place}.offload")
+    if section.offload == "weights" and section.sharding == "zero3":
+        raise MalformedValue("expected no zero3 with weights in host memory", f"{place}.offload")
     _check_symbols([section.token_count] if section.token_count else [], symbols, f"{place}.token_count")
     if section.micro_batch_tokens and not section.token_count:
         raise MalformedValue("expected what counts the tokens of a micro-batch", f"{place}.token_count")

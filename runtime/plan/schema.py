@@ -177,6 +177,10 @@ class Section:
     `undivided` says, if what it keeps and needs temporarily is at most `undivided_bytes`.
     With `whole_batch`, a replica has one micro-batch in a step, with all its samples, and replicas sum the
     statistics of their batch norms (`runtime.sections.synchronized_norms`).
+
+    `offload` says what lives in host memory, `host_gib` on each rank, and is on the device only while it is
+    needed: "optimizer" states with float32 masters, or "weights" of a frozen section, whose `units` then come
+    one by one.
     """
 
     name: str
@@ -210,6 +214,8 @@ class Section:
     undivided: Cost = Cost()
     undivided_bytes: int = 0
     whole_batch: bool = False
+    offload: str = "none"
+    host_gib: float = 0.0
 
     @property
     def may_deal(self) -> bool:

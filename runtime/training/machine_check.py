@@ -22,7 +22,8 @@ _OTHER_MACHINE_REMEDY = (
 def check_machine(plan: Plan, ranks: Collection[int], share_gpus: bool = False) -> None:
     """Raises UserError if this machine lacks GPUs for the plan's `ranks` that run here (with `share_gpus`,
     has none), or, if these run on the CPU, memory."""
-    kind = gpu_kind_of(plan)
+    kind, available = gpu_kind_of(plan), _host_memory() / GIB
+    on_host = sum(s.host_gib for s in plan.sections for rank in ranks if rank in s.mesh.ranks)
     if kind:
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if found < (1 if share_gpus else len(ranks)):
@@ -31,8 +32,15 @@ def check_machine(plan: Plan, ranks: Collection[int], share_gpus: bool = False) 
                 f"which has {found or 'none'}",
                 remedy=_OTHER_MACHINE_REMEDY,
             )
+        if on_host > available:
+            raise UserError(
+                f"the plan keeps {on_host:.3g} GiB in this machine's memory for {len(ranks)} ranks, which has"
+                f" {available:.3g} GiB",
+                remedy="compile with the host memory of its nodes in a cluster file, or with --set"
+                " SECTION.offload=none",
+            )
         return
-    needed, available = sum(memory_of_rank(plan, rank) for rank in ranks), _host_memory() / GIB
+    needed = sum(memory_of_rank(plan, rank) for rank in ranks) + on_host
     if needed > available:
         raise UserError(
             f"the plan needs {needed:.3g} GiB of memory for {len(ranks)} ranks on this machine, which has"

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -43,9 +43,11 @@ from secc.runtime.parameters import checkpoint
 from secc.runtime.parameters.checkpoint_copies import CopyName
 from secc.runtime.parameters.checkpoint_folder import FoundCheckpoint
 from secc.runtime.parameters.checkpoint_writer import CheckpointSaver, FinishedSave
-from secc.runtime.parameters.elementwise_check import why_not_elementwise
+from secc.runtime.parameters.elementwise_check import why_not_elementwise, why_not_stepwise
 from secc.runtime.parameters.gradient_reduction import GradientReducer, build_reduction_groups
+from secc.runtime.parameters.host_copies import HostCopies
 from secc.runtime.parameters.mixed_precision import cast_model, compute_dtype
+from secc.runtime.parameters.offloaded_optimizer import OffloadedOptimizer, offloaded_parameter_names
 from secc.runtime.parameters.rank_weights import canonical_names, state_dict_owners
 from secc.runtime.parameters.sharded_optimizer import shard_optimizer
 from secc.runtime.parameters.weight_average import WeightAverage
@@ -198,6 +200,7 @@ class Trainer:
         self.optimizer = self._make_optimizer(
             {params[n]: n for h in reductions if context.rank in h.ranks for n in h.names}
         )
+        self.offload = self._offload_optimizer(offloaded_parameter_names(self.plan, context.rank, canonical))
         self._initial_options = (
             checkpoint.describe_options(self.optimizer, self.reducer.optimized_slices)
             if self.optimizer is not None
@@ -277,8 +280,11 @@ class Trainer:
             self.reducer.optimized_slices,
             self.context.rank,
             changed,
-            keeps_schedule=not renews,
+            not renews,
+            self.offload.parameters if self.offload is not None else (),
         )
+        if self.offload is not None:
+            self.offload.move_states_to_host()
 
     def _time_collectives(
         self, groups: ReplicaGroups, other_groups: Mapping[str, ReplicaProcessGroup]
@@ -376,6 +382,8 @@ class Trainer:
                     )
                 )
         reduction_start = time.perf_counter()
+        if self.offload is not None:
+            self.offload.prefetch()
         with trace_event("GRADIENTS", kind="GRADIENTS"):
             self.reducer.finish_reduction()
         exposed_s = time.perf_counter() - reduction_start
@@ -474,9 +482,13 @@ class Trainer:
             return
         if self.options.clip is not None:
             self.reducer.clip_gradients(norm, self.options.clip)
-        if self.optimizer is not None:
+        if self.offload is not None:
+            self.offload.step()
+        elif self.optimizer is not None:
             self.optimizer.step()
         if self.average is not None:
+            if self.offload is not None:
+                self.offload.settle()
             self.average.update()
         self.reducer.gather_parameters()
         if isinstance(self.scheduler, ReduceLROnPlateau):
@@ -594,11 +606,9 @@ class Trainer:
         weights = self.average.in_use() if self.average is not None else nullcontext()
         with self.context.trace.record_event("EVALUATE", kind="EVALUATE"):
             with weights:
-                if self.average is not None:
-                    self.reducer.gather_parameters()
+                self._send_averaged()
                 results = self._evaluator.evaluate()
-            if self.average is not None:
-                self.reducer.gather_parameters()
+            self._send_averaged()
         if self.metrics is not None:
             for result in results:
                 self.metrics.log_evaluation(
@@ -622,13 +632,22 @@ class Trainer:
             self._stops_early = self._best.gives_up(self.step_number)
         return results
 
+    def _send_averaged(self) -> None:
+        """Sends trained weights to their replicas after averages were put in their place, or taken out."""
+        if self.average is not None:
+            if self.offload is not None:
+                self.offload.write_weights()
+            self.reducer.gather_parameters()
+
     def _make_average(self) -> WeightAverage | None:
         """Returns the average of the weights, continued from the resumed checkpoint; None if the run keeps
         none. Raises UserError if it is to be evaluated, but the checkpoint has none."""
         resumed, only = self.context.resumed, self.options.eval_only
         if self.options.ema is None and only != "ema":
             return None
-        average = WeightAverage(self.options.ema or 0.0, self.reducer.optimized_slices)
+        average = WeightAverage(
+            self.options.ema or 0.0, self.reducer.optimized_slices, self._optimized_values
+        )
         if resumed is not None and not average.load(resumed.files):
             if only == "ema":
                 message = "the checkpoint has no average of the weights"
@@ -655,12 +674,16 @@ class Trainer:
         folder, keep = (folder, keep) if folder is not None else (self.options.save, self.options.keep)
         assert folder is not None
         self._report_save(self._saver.finish_save())
+        if self.offload is not None:
+            self.offload.settle()
         zero3 = self.context.zero3
         # In mixed precision, float32 masters are saved in place of the trained parameters.
         written = self._owned_names - (self._trained_names if self.plan.dtype else set[str]())
         held = checkpoint.model_state(self.model, self.context.parameter_cuts, zero3.parameter_names)
         state = {k: v for k, v in held.items() if k.removeprefix("model/") in written}
-        state |= checkpoint.slice_state(zero3.slices_to_save(self.context.parameter_cuts))
+        state |= checkpoint.slice_state(
+            zero3.slices_to_save(self.context.parameter_cuts, self._owned_names), self._optimized_values
+        )
         if self.optimizer is not None:
             state |= self._master_state()
             state |= checkpoint.optimizer_state(
@@ -723,8 +746,13 @@ class Trainer:
             return {}
         owned = self._value_owned_names()
         return checkpoint.slice_state(
-            {p: part for p, part in self.reducer.optimized_slices.items() if part.name in owned}
+            {p: part for p, part in self.reducer.optimized_slices.items() if part.name in owned},
+            self._optimized_values,
         )
+
+    def _optimized_values(self, param: nn.Parameter) -> torch.Tensor:
+        """Returns the values of what the optimizer updates, wherever they are."""
+        return param.data if self.offload is None else self.offload.values(param)
 
     def _find_owned_names(self, model: nn.Module) -> set[str]:
         """Returns the state-dict entries that this rank writes: each entry that no earlier rank holds, and
@@ -797,3 +825,19 @@ class Trainer:
                 raise UserError(f"optimizer states cannot be sharded: {reason}", remedy=remedy)
         shard_optimizer(optimizer, {**self.reducer.sharded_slices, **self.reducer.masters})
         return optimizer
+
+    def _offload_optimizer(self, names: Collection[str]) -> OffloadedOptimizer | None:
+        """Moves the optimizer states and masters of the parameters `names` to host memory. Raises UserError
+        if the optimizer does not update parameters independently of each other."""
+        offloaded = [p for p, part in self.reducer.optimized_slices.items() if part.name in names]
+        if self.optimizer is None or not offloaded:
+            return None
+        reason = why_not_stepwise(self.optimizer)
+        if reason is not None:
+            section = next(s.user_section_name for s in self.plan.sections if s.offload == "optimizer")
+            raise UserError(
+                f"optimizer states cannot be kept in host memory: {reason}",
+                remedy=f"compile again with --set {section}.offload=none",
+            )
+        copies = HostCopies(self.context.device)
+        return OffloadedOptimizer(self.optimizer, offloaded, self.reducer.master_groups, copies)

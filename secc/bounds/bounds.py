@@ -85,7 +85,7 @@ def schedule_bound_of_work(work: BatchWork) -> LowerBound:
 def bound_without_prefetch(work: BatchWork) -> LowerBound:
     """Bound on a step of the sections that do not prefetch."""
     until_optimizer = bound_until_optimizer(work)
-    optimizer_ns = max((work.traffic.optimizer_ns(r) for r in range(work.plan.world_size)), default=0)
+    optimizer_ns = max((work.traffic.least_optimizer_ns(r) for r in range(work.plan.world_size)), default=0)
     return LowerBound(
         until_optimizer.ns + optimizer_ns + work.traffic.overheads.step_ns(len(work.samples)),
         until_optimizer.reason,

@@ -18,8 +18,9 @@ import torch
 
 from secc.cluster import Cluster, Link, Overheads
 from secc.cost.model.collectives import all_gather_ns, all_reduce_ns, reduce_scatter_ns, span_of_ranks
-from secc.cost.model.roofline import OPTIMIZER_MEMORY_PASSES
-from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
+from secc.cost.model.memory import OPTIMIZER_STATES_PER_PARAMETER
+from secc.cost.model.roofline import OPTIMIZER_MEMORY_PASSES, offloaded_step_ns
+from secc.runtime.parameters.bucket_limits import BUCKET_BYTES, OFFLOADED_BUCKETS
 from secc.runtime.parameters.gradient_reduction import ReductionGroup, build_reduction_groups
 from secc.runtime.parameters.mixed_precision import compute_dtype
 from secc.runtime.parameters.reduction_times import TimedReduction
@@ -27,6 +28,7 @@ from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.schema import Edge, Plan
 
 FREE_LINK = Link(0, 10**18)
+_STATE_TENSORS = OPTIMIZER_STATES_PER_PARAMETER + 1  # with masters, as large as the parameters they update
 
 
 @dataclass(frozen=True)
@@ -171,13 +173,70 @@ class Traffic:
     def _dtype_and_entries(self, name: str) -> tuple[torch.dtype, int]:
         return self._parsed_parameters.get(name, (torch.float32, 0))
 
-    def optimizer_ns(self, rank: int) -> int:
-        """Optimizer step of a rank: memory traffic, plus a fixed overhead for each tensor."""
-        return self.optimizer_memory_ns(rank) + sum(
+    def optimizer_ns(self, rank: int, prefetched: int = 0) -> int:
+        """Optimizer step of a rank: memory traffic, plus a fixed overhead for each tensor.
+
+        States in host memory are copied to the device and back meanwhile, without the `prefetched` bytes.
+        """
+        step_ns = self.optimizer_memory_ns(rank) + sum(
             len(h.names) * self.overheads.tensor // _shard_count(h)
             for h in self.reduction_groups
             if rank in h.ranks
         )
+        states = self.offloaded_state_bytes(rank) - prefetched
+        if self.cluster is None or states <= 0:
+            return step_ns
+        return offloaded_step_ns(step_ns, states, self.cluster.view_of_ranks([rank]).device)
+
+    def least_optimizer_ns(self, rank: int) -> int:
+        """The least that an optimizer step takes: a bucket of states in host memory is fetched before it, and
+        another one leaves during the next step."""
+        return self.optimizer_ns(rank, self._largest_bucket_bytes)
+
+    def streamed_state_bytes(self, rank: int) -> int:
+        """Bytes of offloaded states that are on the device during the optimizer step."""
+        buckets = (OFFLOADED_BUCKETS - 1) * _STATE_TENSORS * BUCKET_BYTES + self._largest_bucket_bytes
+        return min(self.offloaded_state_bytes(rank), buckets)
+
+    @cached_property
+    def _largest_bucket_bytes(self) -> int:
+        largest = max((self._offloaded_bytes(p) for p in self.plan.model.parameters), default=0)
+        return max(largest, _STATE_TENSORS * BUCKET_BYTES)
+
+    def offloaded_state_bytes(self, rank: int) -> int:
+        """Bytes of optimizer states and masters that a rank has in host memory."""
+        return sum(
+            self._offloaded_bytes(p) // _shard_count(h)
+            for h in self.reduction_groups
+            if rank in h.ranks
+            for p in h.names
+        )
+
+    def _offloaded_bytes(self, name: str) -> int:
+        """Bytes of a parameter's states and master if they are in host memory, before they are sharded."""
+        if name not in self.offloaded_names:
+            return 0
+        return self.state_bytes(name)
+
+    def state_bytes(self, name: str) -> int:
+        """Bytes of a trained parameter's optimizer states and master on a rank, before they are sharded."""
+        updated = self.updated_bytes_on_rank(name)
+        return OPTIMIZER_STATES_PER_PARAMETER * updated + self.master_bytes_on_rank(name)
+
+    @cached_property
+    def offloaded_names(self) -> frozenset[str]:
+        """The parameters, by their first names, with optimizer states in host memory."""
+        canonical = {n: tie.names[0] for tie in self.plan.ties for n in tie.names}
+        by_offload = {
+            is_offloaded: {
+                canonical.get(n, n)
+                for s in self.plan.sections
+                if (s.offload == "optimizer") == is_offloaded
+                for n in s.params
+            }
+            for is_offloaded in (True, False)
+        }
+        return frozenset(by_offload[True] - by_offload[False])
 
     def optimizer_memory_ns(self, rank: int) -> int:
         """Time of the optimizer's memory traffic on a rank."""

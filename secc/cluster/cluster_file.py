@@ -6,6 +6,7 @@
     memory_gib: 80
     inside: {gb_s: 450, latency_us: 3}    # link, one direction per device
     between: {gb_s: 50, latency_us: 8}
+    host: {gb_s: 51, memory_gib: 238}     # copies to host memory in one direction, and memory, per device
 
 A link may have `collectives`, as `secc profile --links` measures them: a list of {collective: all_reduce,
 ranks: 2, gb_s: 2.1, latency_us: 90}, the time of one message of the collective's ring. Nodes of several kinds
@@ -38,7 +39,7 @@ _MIN_FIGURE, _MAX_FIGURE = 1e-3, 1e9  # smaller ones would be no whole ns, MB/s 
 
 _GROUP_KEYS = frozenset({
     "nodes", "devices", "kind", "like", "memory_gib", "bf16_tflops", "f32_tflops", "memory_gb_s",
-    "efficiency_percent", "expert_lost_rows", "inside",
+    "efficiency_percent", "expert_lost_rows", "inside", "host",
 })  # fmt: skip
 _TOP_LEVEL_KEYS = _GROUP_KEYS | {"groups", "between", "name"}
 
@@ -147,6 +148,13 @@ def _device_from_file(path: Path, data: FileData, device: Device, kind: str) -> 
         rates["bf16"] = rates["f16"] = round(_positive_number(path, data, "bf16_tflops", 0) * 1000)
     if "f32_tflops" in data:
         rates["f32"] = round(_positive_number(path, data, "f32_tflops", 0) * 1000)
+    host = _mapping_with_keys(data.get("host", {}), {"gb_s", "memory_gib"})
+    if host is None:
+        raise UserError(
+            f"expected the link to host memory at 'host', got {show_value(data['host'])}",
+            str(path),
+            "write host: {gb_s: 51, memory_gib: 238}, figures for each device",
+        )
     return dataclasses.replace(
         device,
         kind=device.kind if kind.lower() in DEVICE_PRESETS else kind,
@@ -159,6 +167,8 @@ def _device_from_file(path: Path, data: FileData, device: Device, kind: str) -> 
         expert_lost_rows=round(
             _number_in_range(path, data, "expert_lost_rows", device.expert_lost_rows, 0, _MAX_LOST_ROWS)
         ),
+        host_memory=round(_positive_number(path, host, "memory_gib", device.host_memory / GIB) * GIB),
+        host_bytes_per_s=round(_positive_number(path, host, "gb_s", device.host_bytes_per_s / 10**9) * 10**9),
     )
 
 

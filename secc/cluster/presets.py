@@ -27,6 +27,12 @@ LARGE_PRODUCT_PERCENT = 70  # of the peak; published A100 steps have a median ra
 HOPPER_PRODUCT_PERCENT = 60  # fitted on 33 steps of llm-foundry on H100 (`tools.check_published`)
 
 
+# Assumed: the part of PCIe's rate that copies of page-locked memory reach.
+HOST_COPY_PERCENT = 80
+# (GB of host memory for each GPU, GB/s of PCIe in one direction); sources in `FIGURE_SOURCES`.
+_DGX_GEN5, _DGX_GEN4 = (256, 64), (256, 32)
+
+
 def _gpu_device(
     kind: str,
     bf16: float,
@@ -34,10 +40,11 @@ def _gpu_device(
     f64: float,
     memory: int,
     hbm_gb_s: int,
+    host: tuple[int, int],
     percent: int = LARGE_PRODUCT_PERCENT,
 ) -> Device:
     """A GPU from TFLOP/s in bf16, f32 and f64 (f32 on CUDA cores, torch's default), bytes of memory, GB/s of
-    HBM and the percent of the peak that large products reach."""
+    HBM, GB of host memory and GB/s to it, and the percent of the peak that large products reach."""
     rates = (
         ("bf16", round(bf16 * 1000)),
         ("f16", round(bf16 * 1000)),
@@ -57,19 +64,21 @@ def _gpu_device(
         "roofline",
         GPU_OVERHEADS,
         EXPERT_LOST_ROWS,
+        host[0] * GB,
+        host[1] * GB * HOST_COPY_PERCENT // 100,
     )
 
 
-H100 = _gpu_device("H100", 989, 67, 34, 80 * GIB, 3350, HOPPER_PRODUCT_PERCENT)
-H200 = _gpu_device("H200", 989, 67, 34, 141 * GB, 4800, HOPPER_PRODUCT_PERCENT)
-A100 = _gpu_device("A100", 312, 19.5, 9.7, 80 * GIB, 2039)
-A100_40GB = _gpu_device("A100_40GB", 312, 19.5, 9.7, 40 * GIB, 1555)
-A800 = _gpu_device("A800", 312, 19.5, 9.7, 80 * GIB, 2039)
+H100 = _gpu_device("H100", 989, 67, 34, 80 * GIB, 3350, _DGX_GEN5, HOPPER_PRODUCT_PERCENT)
+H200 = _gpu_device("H200", 989, 67, 34, 141 * GB, 4800, _DGX_GEN5, HOPPER_PRODUCT_PERCENT)
+A100 = _gpu_device("A100", 312, 19.5, 9.7, 80 * GIB, 2039, _DGX_GEN4)
+A100_40GB = _gpu_device("A100_40GB", 312, 19.5, 9.7, 40 * GIB, 1555, (128, 32))
+A800 = _gpu_device("A800", 312, 19.5, 9.7, 80 * GIB, 2039, _DGX_GEN4)
 # Other sources give the B200 80 TFLOPS in f32 and 8 TB/s; the HGX board's figures are for eight GPUs as they
 # are sold in nodes.
-B200 = _gpu_device("B200", 2250, 75, 37, 180 * GB, 7700)
+B200 = _gpu_device("B200", 2250, 75, 37, 180 * GB, 7700, _DGX_GEN5)
 # Ada has one f64 unit per 64 f32 units; the others have one per two.
-L40S = _gpu_device("L40S", 362, 91.6, 1.43, 48 * GB, 864)
+L40S = _gpu_device("L40S", 362, 91.6, 1.43, 48 * GB, 864, (64, 32))
 
 # One process with one thread: no vendor's figure fits, so these are defaults of the order that a server core
 # reaches.
@@ -84,6 +93,8 @@ CPU_PROCESS = Device(
     0,
     "default",
     CPU_OVERHEADS,
+    host_memory=8 * GIB,
+    host_bytes_per_s=4 * GB,
 )
 
 DEVICE_PRESETS = {d.kind.lower(): d for d in (H100, H200, A100, A100_40GB, A800, B200, L40S, CPU_PROCESS)}
@@ -110,8 +121,17 @@ _ASSUMED_SOURCE = (
     "assumed: of the order that one core of a server reaches; `secc profile` measures this machine"
 )
 
+_GEN5_HOST_SOURCE = (
+    "PCIe Gen5 x16, 64 GB/s in each direction (the kind's datasheet), 80% of it assumed for copies of"
+    " page-locked memory; 2 TB of system memory for eight GPUs ({})"
+)
+_GEN4_HOST_SOURCE = (
+    "PCIe Gen4 x16, 32 GB/s in each direction (the kind's datasheet), 80% of it assumed for copies of"
+    " page-locked memory; {}"
+)
+
 # Where each kind's figures come from: rates, memory (size and bandwidth), the link inside a node, the link
-# between nodes.
+# between nodes, the host's memory and the link to it.
 FIGURE_SOURCES: dict[str, dict[str, str]] = {
     "h100": {
         "rates": (
@@ -121,6 +141,7 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
         "memory": "same datasheet: 80 GB HBM3 (80 GiB as the driver reports), 3.35 TB/s",
         "inside": "same datasheet: NVLink 900 GB/s in both directions; latency assumed",
         "between": _NDR_SOURCE,
+        "host": _GEN5_HOST_SOURCE.format("NVIDIA DGX H100 user guide"),
     },
     "h200": {
         "rates": (
@@ -130,18 +151,25 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
         "memory": "same datasheet: 141 GB HBM3e, 4.8 TB/s",
         "inside": "same datasheet: NVLink 900 GB/s in both directions; latency assumed",
         "between": _NDR_SOURCE,
+        "host": _GEN5_HOST_SOURCE.format("NVIDIA DGX H200 user guide"),
     },
     "a100": {
         "rates": "NVIDIA A100 Tensor Core GPU datasheet, SXM 80 GB: 312 TFLOPS bf16, 19.5 f32, 9.7 f64",
         "memory": "same datasheet: 80 GB HBM2e, 2,039 GB/s",
         "inside": "same datasheet: NVLink 600 GB/s in both directions; latency assumed",
         "between": _HDR_SOURCE,
+        "host": _GEN4_HOST_SOURCE.format(
+            "2 TB of system memory for eight GPUs (NVIDIA DGX A100 user guide, 640 GB system)"
+        ),
     },
     "a100_40gb": {
         "rates": "NVIDIA A100 Tensor Core GPU datasheet, SXM 40 GB: 312 TFLOPS bf16, 19.5 f32, 9.7 f64",
         "memory": "same datasheet: 40 GB HBM2, 1,555 GB/s",
         "inside": "same datasheet: NVLink 600 GB/s in both directions; latency assumed",
         "between": _HDR_SOURCE,
+        "host": _GEN4_HOST_SOURCE.format(
+            "1 TB of system memory for eight GPUs (NVIDIA DGX A100 user guide, 320 GB system)"
+        ),
     },
     "a800": {
         "rates": (
@@ -153,6 +181,7 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
             "directions, 600 on the A100; latency assumed"
         ),
         "between": _HDR_SOURCE,
+        "host": _GEN4_HOST_SOURCE.format("2 TB of system memory for eight GPUs, as in a DGX A100"),
     },
     "b200": {
         "rates": (
@@ -165,6 +194,7 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
             "one 400 Gb/s port a GPU (NVIDIA DGX BasePOD reference architecture: eight "
             "ConnectX-7); latency assumed"
         ),
+        "host": _GEN5_HOST_SOURCE.format("NVIDIA DGX B200 datasheet, which allows 4 TB"),
     },
     "l40s": {
         "rates": (
@@ -174,11 +204,13 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
         "memory": "same datasheet: 48 GB GDDR6, 864 GB/s",
         "inside": "same datasheet: PCIe Gen4 x16, 64 GB/s in both directions; latency assumed",
         "between": "200 Gb/s Ethernet or InfiniBand, assumed",
+        "host": _GEN4_HOST_SOURCE.format("512 GB of system memory for eight GPUs, assumed"),
     },
     "cpu": {
         "rates": _ASSUMED_SOURCE,
         "memory": _ASSUMED_SOURCE,
         "inside": "assumed: gloo over TCP",
         "between": "assumed: gloo over TCP",
+        "host": "assumed: device and host share a memory; of the order that one core copies",
     },
 }

@@ -82,6 +82,8 @@ class Device:
     memory, reserved: bytes, and those of them that tensors cannot use.
     op_ns: nanoseconds of issuing an operation.
     expert_lost_rows: a product of several experts takes as long as with so many rows more for each expert.
+    host_memory: bytes of its node's host memory for each device, 0 if unknown. host_bytes_per_s: bytes per
+        second that copies between host and device reach in each direction at once.
     label: origin of the rates, "roofline" (vendor peaks) or "default" (assumed).
     """
 
@@ -96,6 +98,8 @@ class Device:
     label: str
     overheads: Overheads = Overheads()
     expert_lost_rows: int = 0
+    host_memory: int = 0
+    host_bytes_per_s: int = 0
 
     def flops_per_us(self, dtype: str) -> int:
         """FLOPs per microsecond of large products in `dtype` (short name such as "bf16"); that of f32 for
@@ -112,6 +116,16 @@ class Device:
     def usable_memory(self) -> int:
         """Bytes available to tensors: without reserved ones, and with 5% left for fragmentation."""
         return (self.memory - self.reserved) * 95 // 100
+
+    @property
+    def usable_host_memory(self) -> int:
+        """Bytes of host memory for offloaded tensors of a rank: three quarters, as the node's processes, the
+        data's workers and the files that they read need the rest."""
+        return self.host_memory * 3 // 4
+
+    def host_copy_ns(self, size: int) -> int:
+        """Nanoseconds of copying `size` bytes between host and device in one direction."""
+        return size * 10**9 // max(1, self.host_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -278,6 +292,8 @@ def _worst_device(devices: Sequence[Device]) -> Device:
         reserved=max(d.reserved for d in devices),
         label="default" if any(d.label == "default" for d in devices) else devices[0].label,
         overheads=_largest_overheads([d.overheads for d in devices]),
+        host_memory=min(d.host_memory for d in devices),
+        host_bytes_per_s=min(d.host_bytes_per_s for d in devices),
     )
 
 

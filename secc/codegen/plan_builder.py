@@ -204,7 +204,17 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
         undivided=_undivided_cost(op),
         undivided_bytes=attribute_value(op, "undivided_bytes", 0),
         whole_batch=bool(whole_batch_of_section(graph, op)),
-        units=_fsdp_units(graph, op) if attribute_value(op, "sharding", "none") == "zero3" else (),
+        offload=attribute_value(op, "offload", "none"),
+        host_gib=attribute_value(op, "host_gib", 0.0),
+        units=_fsdp_units(graph, op) if _comes_by_layers(op) else (),
+    )
+
+
+def _comes_by_layers(op: SectionOp) -> bool:
+    """Whether parameters come to the device layer by layer."""
+    return (
+        attribute_value(op, "sharding", "none") == "zero3"
+        or attribute_value(op, "offload", "none") == "weights"
     )
 
 

@@ -111,7 +111,7 @@ def _section_pins(s: Section) -> Iterator[str]:
     values = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "micro_batch": s.micro_batch}
     values |= {key: n for key, n in (("cp", mesh.cp), ("ep", mesh.ep)) if n > 1}
     values |= {"micro_batch_tokens": s.micro_batch_tokens} if s.micro_batch_tokens else {}
-    words = {"sharding": s.sharding, "recompute": s.recompute}
+    words = {"sharding": s.sharding, "recompute": s.recompute, "offload": s.offload}
     words |= {"attention": s.row_attention} if mesh.cp > 1 else {}
     words |= {"cp_per": s.cp_per} if mesh.cp > 1 and mesh.pp == mesh.ep == 1 else {}
     words |= {"backward": "split" if s.weight_permille else "whole"} if mesh.pp > 1 else {}

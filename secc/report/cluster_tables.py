@@ -50,6 +50,19 @@ def _device_table(group: NodeGroup) -> TextTable:
             "inside",
             links is not None and group.inside == links[0],
         ),
+        row(
+            "host memory",
+            f"{device.host_memory / GIB:.4g} GiB a device, {device.usable_host_memory / GIB:.4g} of it for"
+            " offloaded tensors",
+            "host",
+            preset is not None and device.host_memory == preset.host_memory,
+        ),
+        row(
+            "copies to and from it",
+            f"{device.host_bytes_per_s / 1e9:g} GB/s in each direction",
+            "host",
+            preset is not None and device.host_bytes_per_s == preset.host_bytes_per_s,
+        ),
         *(
             (f"{r.collective} over {r.ranks}", f"{_rates_text(r)} (a message of its ring)", "measured")
             for r in group.inside.rings

@@ -135,7 +135,9 @@ SECTION_FIELDS: FieldReaders[Section] = {
     "recompute": lambda s: s.recompute,
     "backward": lambda s: "split" if s.weight_permille else "whole",
     "sharding": lambda s: s.sharding,
+    "offload": lambda s: s.offload,
     "GiB per rank": lambda s: f"{s.memory_gib:.3g}",
+    "GiB of host memory per rank": lambda s: f"{s.host_gib:.3g}",
     "blocks": lambda s: ", ".join(s.blocks),
     "costs based on": lambda s: s.cost.label,
 }

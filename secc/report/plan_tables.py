@@ -111,6 +111,12 @@ def micro_batch_text(section: Section) -> str:
     return f"up to {tokens:,} tokens" if tokens else str(section.micro_batch)
 
 
+def offload_text(section: Section) -> str:
+    """What a section keeps in host memory."""
+    what = "optimizer states" if section.offload == "optimizer" else "weights"
+    return f"{what} in host memory ({section.host_gib:.3g} GiB a rank)"
+
+
 def _sections_table(plan: Plan) -> TextTable:
     def row(s: Section) -> tuple[str, ...]:
         active = "samples with " + " or ".join(s.when) if s.when else "every sample"
@@ -119,6 +125,7 @@ def _sections_table(plan: Plan) -> TextTable:
         layout += ", split backward" if s.weight_permille else ""
         layout += " per micro-batch" if s.may_deal else ""
         layout += " (ulysses)" if s.row_attention == "ulysses" else ""
+        layout += f", {offload_text(s)}" if s.offload != "none" else ""
         return (
             s.name,
             s.mode,

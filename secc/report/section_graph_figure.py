@@ -94,6 +94,7 @@ def _section_card(plan: Plan, s: Section, number: int, colour: str, busy: object
     facts += [f"micro-batch {micro_batch_text(s)}"]
     facts += [f"recompute {s.recompute}"] if s.recompute != "none" else []
     facts += [s.sharding] if s.sharding != "none" else []
+    facts += [f"{s.offload} on the host"] if s.offload != "none" else []
     facts += [f"busy {float(busy):.0%}"] if isinstance(busy, float | int) else []
     return SectionCard(
         number,

@@ -3,10 +3,11 @@ utilisation."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from secc.bounds.bounds import LowerBound, plan_bound_of_work, schedule_bound_of_work
 from secc.bounds.traffic import Traffic
@@ -22,7 +23,6 @@ MicroBatchAmount = Callable[[str, int], int]  # of a section's micro-batch
 TimedChange = tuple[int, int]  # time and how much more there is from then on
 
 GIB = 1 << 30
-ADAM_STATES = 2  # AdamW's, of a trained parameter
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,27 @@ def _fixed_bytes(step: SimulatedStep, rank: int, traffic: Traffic) -> int:
     rank's part."""
     sections = {n: s for s in step.plan.sections if rank in s.mesh.ranks for n in s.params}
     trained = {n for n, what in step.plan.model.parameters.items() if what.endswith(" train")}
-    return sum(_fixed_parameter_bytes(traffic, s, name, name in trained) for name, s in sections.items())
+    held_sections = (s for s in step.plan.sections if rank in s.mesh.ranks)
+    on_host = [_layer_bytes(traffic, s) for s in held_sections if s.offload == "weights"]
+    from_host = set(chain.from_iterable(names for names, _ in on_host))
+    held = sum(
+        _fixed_parameter_bytes(traffic, s, name, name in trained)
+        for name, s in sections.items()
+        if name not in from_host
+    )
+    return held + traffic.streamed_state_bytes(rank) + sum(2 * largest for _, largest in on_host)
+
+
+def _layer_bytes(traffic: Traffic, section: Section) -> tuple[set[str], int]:
+    """The parameters of a section's units, and the bytes of those of the largest layer: their names up to the
+    first number after the unit, if any."""
+    layers: Counter[str] = Counter()
+    names = [n for n in section.params if n.startswith(tuple(f"{unit}." for unit in section.units))]
+    for name in names:
+        unit = next(unit for unit in section.units if name.startswith(f"{unit}."))
+        layer = re.match(r"\.(.*?\.)?\d+(?=\.)", name.removeprefix(unit))
+        layers[unit + (layer[0] if layer else "")] += traffic.bytes_on_rank(name)
+    return set(names), max(layers.values(), default=0)
 
 
 def _fixed_parameter_bytes(traffic: Traffic, section: Section, name: str, trained: bool) -> int:
@@ -243,7 +263,8 @@ def _fixed_parameter_bytes(traffic: Traffic, section: Section, name: str, traine
         updated // count if count > 1 else 0
     )  # gradients, and the sums of this rank's shard
     gradients = traffic.gradient_bytes_on_rank(name) // count if gathered else gradient_and_shard
-    return size + gradients + (ADAM_STATES * updated + traffic.master_bytes_on_rank(name)) // count
+    states = 0 if name in traffic.offloaded_names else traffic.state_bytes(name)
+    return size + gradients + states // count
 
 
 def _running_totals(changes_in_any_order: Iterable[TimedChange]) -> list[tuple[int, int]]:

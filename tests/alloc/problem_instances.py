@@ -46,6 +46,7 @@ def section_candidates(draw: st.DrawFn, ranks: int) -> tuple[Candidate, ...]:
             memory=(own := draw(memory)),
             memory_ahead=own + draw(memory),
             rounds=draw(st.integers(1, 3)),
+            host_memory=draw(st.sampled_from([0, 0, 4 * MIB, 7 * MIB])),
         )
         for _ in range(draw(st.integers(2, 4)))
     )
@@ -78,6 +79,7 @@ def problems(draw: st.DrawFn) -> Problem:
         strategy=draw(st.sampled_from(("auto", *STRATEGIES))),
         together=tuple(draw(st.lists(st.sampled_from(pairs), max_size=1))) if pairs else (),
         per_node=draw(st.integers(1, 3)),
+        host_capacity=draw(st.sampled_from([4, 10, 30])) * MIB,
     )
 
 

@@ -440,3 +440,30 @@ def test_models_that_do_not_fit_can_be_planned_on_request() -> None:
     module = allocate_model(large_model(10_000_000_000), fit=False)
     assert prediction(module)["missing_gib"] > 29
     assert "missing_gib" not in prediction(allocate_model(fit=False))
+
+
+def layered_model(params: int) -> str:
+    """The example with a language model of 12 layers that trains."""
+    return large_model(params, params).replace(LM, f'{LM} {{{LAYERS}, saved = "1000*B*S"}}')
+
+
+def test_host_memory_is_used_where_nothing_else_fits() -> None:
+    """With moments, 6e9 parameters in float32 take 89 GiB of a GPU's 74.6."""
+    options: dict[str, Any] = {"cluster": "1x1xH100", "global_batch": 16}
+    found = [allocate_model(layered_model(n * 10**9), **options) for n in (3, 6)]
+    assert [section_attribute(m, "lm", "offload") for m in found] == ["none", "optimizer"]
+    assert section_attribute(found[1], "lm", "host_gib") == pytest.approx(8 * 6e9 / 2**30, rel=1e-3)
+    assert section_attribute(found[1], "lm", "memory_gib") < 74.6
+    with pytest.raises(UserError):
+        allocate_model(layered_model(6 * 10**9), **options, set=("lm.offload=none",))
+
+
+def test_host_memory_has_a_limit(tmp_path: Path) -> None:
+    cluster = tmp_path / "small.yaml"
+    cluster.write_text("devices: 1\nkind: H100\nhost: {gb_s: 50, memory_gib: 40}\n")
+    options: dict[str, Any] = {"cluster": str(cluster), "global_batch": 16}
+    model = layered_model(6 * 10**9)
+    with pytest.raises(UserError, match="its ranks need 89"):
+        allocate_model(model, **options)
+    with pytest.raises(UserError, match="would keep 44\\.70 GiB in host memory, of which 30\\.00"):
+        allocate_model(model, **options, set=("lm.offload=optimizer", "lm.tp=1", "lm.pp=1"))

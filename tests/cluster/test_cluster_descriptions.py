@@ -26,7 +26,7 @@ def test_shorthand() -> None:
 
 def test_every_preset_has_links_and_sane_figures() -> None:
     assert DEVICE_PRESETS.keys() == LINK_PRESETS.keys() == FIGURE_SOURCES.keys()
-    assert all(set(s) == {"rates", "memory", "inside", "between"} for s in FIGURE_SOURCES.values())
+    assert all(set(s) == {"rates", "memory", "inside", "between", "host"} for s in FIGURE_SOURCES.values())
     for device in DEVICE_PRESETS.values():
         assert device.flops_per_us("bf16") > 0 and device.flops_per_us("c64") == device.flops_per_us("f32")
         assert 0 < device.usable_memory < device.memory

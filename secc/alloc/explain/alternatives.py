@@ -23,6 +23,7 @@ from secc.alloc.problem.candidates import (
     Workload,
     in_flight_variants,
     list_backward_parts,
+    list_offloads,
     list_sharding_and_recompute,
     price_candidate,
     require_rank_load,
@@ -33,7 +34,7 @@ from secc.alloc.problem.types import Assignment, Candidate, Problem, ReplicaShap
 from secc.alloc.refine import prefetch_memory
 from secc.cost.model.section_cost import count_cost_origins
 
-LAYOUT_KEYS = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "sharding", "recompute")
+LAYOUT_KEYS = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "sharding", "recompute", "offload")
 
 UNLIMITED_BYTES = 1 << 62
 
@@ -198,7 +199,7 @@ def _change_one_choice(
     samples = -(-work.active_sample_count(load) // c.dp)
     allowed = parallel_shapes(work, load, pins, ranks)
     for key in ("tp", "pp", "cp"):
-        same = c.shape._replace(**{key: 1, "ep": 1, "backward_parts": 1})
+        same = c.shape._replace(**{key: 1, "ep": 1, "backward_parts": 1, "offload": "none"})
         similar = [s for s in allowed if s._replace(**{key: 1}) == same]
         for degree in _adjacent_values([getattr(s, key) for s in similar], getattr(c, key)):
             shape = c.shape._replace(**{key: degree})
@@ -228,6 +229,13 @@ def _change_one_choice(
             replica = require_rank_load(work, load, c.shape._replace(backward_parts=parts), c.ranks)
             other = price_candidate(work, replica, c.dp, c.micro_batch, c.sharding, c.recompute)
             yield f"backward={other.backward}", other
+    # Device and host share a memory on CPUs.
+    hosts = work if work.cluster.device.backend == "cpu" else work.with_offload()
+    for offload in list_offloads(hosts, load, c.shape, c.sharding, pins):
+        if offload != c.offload:
+            replica = require_rank_load(work, load, c.shape._replace(offload=offload), c.ranks)
+            other = price_candidate(work, replica, c.dp, c.micro_batch, c.sharding, c.recompute)
+            yield f"offload={offload}", other
     counts = list(
         candidate_pruning.replica_counts(
             c.shape.ranks, ranks, work.cluster.per_node, work.active_sample_count(load)

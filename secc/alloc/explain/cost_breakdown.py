@@ -46,6 +46,7 @@ EXPERTS_PART = "products of experts"
 EXCHANGE_PART = "tokens to experts and back"
 GRADIENTS_PART = "sums of gradients"
 OPTIMIZER_PART = "optimizer"
+HOST_COPIES_PART = "copies from and to host memory"
 BUBBLES_PART = "filling and draining stages"
 GATHERS_PART = "gathering weights that nothing hides, waits for other replicas"
 _ZERO_COSTS = {
@@ -101,15 +102,19 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate, ahead: bool
     ns_by_part[OPTIMIZER_PART] = (
         roofline.optimizer_step_ns(rank.cost, work.cluster.device, shards) if load.mode == "train" else 0
     )
-    ns_by_part[GRADIENTS_PART] = (
-        gradient_and_optimizer_ns(work, rank, c.dp, c.micro_batch, c.sharding, c.recompute)
-        - ns_by_part[OPTIMIZER_PART]
+    on_device = work.rank_load(load, c.shape._replace(offload="none"))
+    update_ns, update_on_device_ns = (
+        gradient_and_optimizer_ns(work, held, c.dp, c.micro_batch, c.sharding, c.recompute)
+        for held in (rank, on_device)
     )
+    ns_by_part[GRADIENTS_PART] = update_on_device_ns - ns_by_part[OPTIMIZER_PART]
+    ns_by_part[HOST_COPIES_PART] = update_ns - update_on_device_ns
     busy = busiest_replica_ns(work, rank, c.dp, c.micro_batch, c.sharding, c.recompute)
     ns_by_part[BUBBLES_PART] = 0 if ahead else pipeline_bubble_ns(rank, c.micro_batch, busy)
     total = c.busy_ns if ahead else c.time_ns
     in_rounds = c.sharding == "zero3" or rank.cost.expert_replicas > 1
-    ns_by_part[GATHERS_PART if in_rounds else "other"] = total - sum(ns_by_part.values())
+    rest = HOST_COPIES_PART if c.offload == "weights" else GATHERS_PART if in_rounds else "other"
+    ns_by_part[rest] = total - sum(ns_by_part.values())
     return {
         name: ns for name, ns in sorted(ns_by_part.items(), key=lambda part: -part[1]) if ns > total // 1000
     }
@@ -174,8 +179,10 @@ def break_down_memory(
     parts = {
         "weights": memory.parameters,
         "gradients": memory.extra_gradient_bytes(count),
-        "optimizer states": memory.optimizer,
-        "gathered layers, gradients on their way": memory.buffers,
+        "optimizer states" if c.offload != "optimizer" else "optimizer states on their way": memory.optimizer,
+        "layers on their way from host memory"
+        if c.offload == "weights"
+        else "gathered layers, gradients on their way": memory.buffers,
         f"activations of {count_text}": memory.activation_bytes(count),
         "tensors within a forward"
         if load.mode == "forward"

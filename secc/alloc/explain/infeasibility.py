@@ -23,6 +23,9 @@ def explain_infeasibility(work: Workload, asked: Problem, pins: Pins) -> UserErr
     """Returns the error for a problem without a solution."""
     if asked.deadline is not None and (reached := solve_least_time(asked)) is not None:
         return _deadline_error(work, asked, reached)
+    for name, candidates in asked.sections.items():
+        if (least := min(c.host_memory for c in candidates)) > asked.host_capacity:
+            return _host_memory_error(work, name, least, asked.host_capacity)
     need = solve_least_memory(asked)
     if need is None:
         return _rank_error(work, asked, pins)
@@ -35,6 +38,16 @@ def explain_infeasibility(work: Workload, asked: Problem, pins: Pins) -> UserErr
         f"{asked.capacity / GIB:.2f} GiB can be used"
     )
     return UserError(cause, f"cluster {work.cluster.name}", _suggest_remedy(work, asked, pins, section, need))
+
+
+def _host_memory_error(work: Workload, name: str, least: int, capacity: int) -> UserError:
+    return UserError(
+        f"section {name} does not fit: each rank would keep {least / GIB:.2f} GiB in host memory, of which"
+        f" {capacity / GIB:.2f} GiB can be used",
+        f"cluster {work.cluster.name}",
+        f"leave {name}.offload out, cut the section over more ranks (tp, pp), or give the nodes' memory in a"
+        " cluster file (host: {memory_gib: ...}, for each device)",
+    )
 
 
 def _deadline_error(work: Workload, asked: Problem, shortest_ns: int) -> UserError:

@@ -22,7 +22,7 @@ from secc.ir.dialect.ops import GraphOp, SectionOp
 # Assumed where nothing is known of how a plan was found.
 DEFAULT_SOLVER_STATUS = {"status": "FEASIBLE", "gap": "1.0", "tried": "1"}
 NUMBER_KEYS = ("dp", "tp", "pp", "cp", "ep", "micro_batch")
-WORD_KEYS = ("sharding", "recompute", "backward", "cp_per")
+WORD_KEYS = ("sharding", "recompute", "backward", "cp_per", "offload")
 UNWRITTEN_DEGREES = ("cp", "ep")  # 1 where a section has no such attribute
 
 

@@ -15,9 +15,11 @@ from secc.alloc.problem.candidates import (
     Workload,
     fixed_memory_fits,
     list_backward_parts,
+    list_offloads,
     list_sharding_and_recompute,
     price_fitting_candidates,
     require_exchanging_replicas,
+    require_offload,
     require_rank_load,
 )
 from secc.alloc.problem.pins import Pins
@@ -53,7 +55,14 @@ def build_problem(work: Workload, ranks: int, strategy: str, pins: Pins, free: b
         on_all_kinds = (replace(c, kind=ALL_KINDS) for c in fitting) if work.by_kind else fitting
         sections[name] = candidate_pruning.prune_dominated(on_all_kinds, capacity, by_micro_batch)
     return Problem(
-        sections, price_edges(work, sections), ranks, capacity, strategy, pins.together, work.cluster.per_node
+        sections,
+        price_edges(work, sections),
+        ranks,
+        capacity,
+        strategy,
+        pins.together,
+        work.cluster.per_node,
+        host_capacity=work.cluster.device.usable_host_memory,
     )
 
 
@@ -73,6 +82,7 @@ def _build_mixed_problem(work: Workload, strategy: str, pins: Pins, free: bool) 
         pins.together,
         work.cluster.per_node,
         pools=pools,
+        host_capacity=work.cluster.device.usable_host_memory,
     )
 
 
@@ -218,6 +228,11 @@ def _candidates_of_parts(
     """Yields the candidates of one shape."""
     cp_per = "micro_batch" if pins.deals_micro_batches(load.name) else "section"
     modes, size_of_replica = list_sharding_and_recompute(work, load, pins), shape.ranks
+    offloads = {way: list_offloads(work, load, shape, way, pins) for way, _ in modes}
+    if not any(offloads.values()):
+        if shape.ep > shape.tp and pins.pinned_number(load.name, "ep") is None:
+            return  # possible without parts of experts on other replicas
+        require_offload(work, load, shape, offloads, pins)
     replica = require_rank_load(work, load, shape, ranks)
     most = min(ranks // size_of_replica, work.global_batch)
     replicas = max(1, shape.ep // shape.tp)
@@ -233,17 +248,20 @@ def _candidates_of_parts(
         if dp % replicas:
             continue
         fixed_fits = {
-            sharding: capacity is None or fixed_memory_fits(replica, dp, sharding, capacity)
-            for sharding, _ in modes
+            (sharding, offload): capacity is None
+            or fixed_memory_fits(replica, dp, sharding, offload, capacity)
+            for sharding, of_sharding in offloads.items()
+            for offload in of_sharding
         }
         samples = -(-work.active_sample_count(load) // dp)
         sizes, limits = _micro_batch_limits(work, load, pins, samples)
         for size in sizes:
-            for mode in (mode for mode in modes if fixed_fits[mode[0]]):
+            for mode in modes:
                 for parts in list_backward_parts(load, shape, *mode, pins):
-                    rank = work.rank_load(load, shape._replace(backward_parts=parts))
-                    for c in price_fitting_candidates(work, rank, dp, size, *mode, capacity):
-                        yield replace(c, cp_per=cp_per, **limits)
+                    for offload in (o for o in offloads[mode[0]] if fixed_fits[mode[0], o]):
+                        rank = work.rank_load(load, shape._replace(backward_parts=parts, offload=offload))
+                        found = price_fitting_candidates(work, rank, dp, size, *mode, capacity)
+                        yield from (replace(c, cp_per=cp_per, **limits) for c in found)
 
 
 def _micro_batch_limits(

@@ -39,7 +39,7 @@ from secc.cost.model.patterns_and_transfers import (
 from secc.cost.model.recompute_cost import RECOMPUTED_LAYERS
 from secc.cost.model.section_cost import SectionCost, section_cost
 from secc.cost.model.tp_pp_scaling import WHOLE_SECTION, StageShares, stage_shares
-from secc.cost.model.zero3_cost import Zero3Collectives, zero3_collectives
+from secc.cost.model.zero3_cost import ParameterTransfers, weight_copies, zero3_collectives
 from secc.errors import UserError
 from secc.ir.analysis import sample_sizes
 from secc.ir.analysis.dataflow import get_number, get_string
@@ -106,8 +106,8 @@ class SectionLoad:
     cached_sample_bytes: dict[str, list[tuple[int, int]]] = field(
         init=False, repr=False, compare=False, default_factory=dict[str, list[tuple[int, int]]]
     )
-    cached_gathers: dict[int, Zero3Collectives | None] = field(
-        init=False, repr=False, compare=False, default_factory=dict[int, "Zero3Collectives | None"]
+    cached_gathers: dict[int, ParameterTransfers | None] = field(
+        init=False, repr=False, compare=False, default_factory=dict[int, "ParameterTransfers | None"]
     )
 
     @cached_property
@@ -135,6 +135,8 @@ class Workload:
     """Everything that candidates are made from. `unshardable` is the reason why the user's optimizer cannot
     be sharded, "" if it can.
 
+    `may_offload`: sections may keep optimizer states or weights in host memory without a pin.
+
     On a cluster of several device kinds, `loads` are priced with the worst figures of all kinds, and
     `by_kind` holds the same workload on each kind alone. The `cached_*` fields memoise results.
     """
@@ -146,6 +148,7 @@ class Workload:
     crossings: tuple[SectionTransfer, ...]
     unshardable: str = ""
     by_kind: tuple[Workload, ...] = ()
+    may_offload: bool = False
     cached_active_samples: dict[str, int] = field(
         init=False, repr=False, compare=False, default_factory=dict[str, int]
     )
@@ -208,11 +211,20 @@ class Workload:
             loads={name: compute_rank_load(load, WHOLE, cluster) for name, load in self.loads.items()},
         )
 
+    def with_offload(self) -> Workload:
+        """Copy of the workload in which sections may use host memory."""
+        kinds = tuple(replace(work, may_offload=True) for work in self.by_kind)
+        return replace(self, may_offload=True, by_kind=kinds)
+
     def rank_load(self, load: SectionLoad, shape: ReplicaShape) -> SectionLoad:
         """Load of a section on one rank of its replicas of this shape (memoised)."""
         key = load.name, shape
         if key not in self.cached_rank_loads:
-            self.cached_rank_loads[key] = compute_rank_load(load, shape, self.cluster)
+            self.cached_rank_loads[key] = (
+                compute_rank_load(load, shape, self.cluster)
+                if shape.offload != "optimizer"
+                else replace(self.rank_load(load, shape._replace(offload="none")), shape=shape)
+            )
         return self.cached_rank_loads[key]
 
     def stackable_layers(self, load: SectionLoad) -> int:
@@ -291,7 +303,7 @@ def _share_outside_layers(graph: GraphOp, load: SectionLoad, cluster: Cluster) -
 
 def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster) -> SectionLoad:
     """Load of a section on one rank of its replicas of this shape, given the whole section's load."""
-    device, mode, (tp, pp, cp, ep, backward_parts) = cluster.device, whole.mode, shape
+    device, mode, (tp, pp, cp, ep, backward_parts, offload) = cluster.device, whole.mode, shape
     stages = whole.stage_shares(pp)
     whole_rows = cost_with_expert_parts(whole.cost, tp, ep, stages)
     attention = cp_scaling.choose_row_attention(
@@ -323,6 +335,10 @@ def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster)
     if backward_parts > 1:
         backward = {mode: _add_times(text, str(device.overheads.job)) for mode, text in backward.items()}
         cost = replace(cost, saved=tp_pp_scaling.scale_expression(cost.saved, 1 + KEPT_GRADIENTS_SHARE))
+    if offload == "weights" and forward != "0":
+        copies = weight_copies(cost, device)
+        backward = {way: copies.add_to_expressions(forward, text)[1] for way, text in backward.items()}
+        forward, _ = copies.add_to_expressions(forward, "0")
     return replace(
         whole,
         cost=cost,
@@ -365,7 +381,7 @@ def require_rank_load(work: Workload, load: SectionLoad, shape: ReplicaShape, ra
 
     Raises UserError for a shape that is impossible on `ranks` ranks or for this section.
     """
-    tp, pp, cp, ep, _ = shape
+    tp, pp, cp, ep, *_ = shape
     if shape.ranks > ranks:
         rows = f" and cp={cp}" if cp > 1 else ""
         message = (
@@ -472,6 +488,57 @@ def list_backward_parts(
     return [1, 2] if possible and "split" in pins.word_choices(load.name, "backward") else [1]
 
 
+def list_offloads(
+    work: Workload, load: SectionLoad, shape: ReplicaShape, sharding: str, pins: Pins
+) -> list[str]:
+    """What may live in host memory, in order of preference among equals; empty if the pinned choice is
+    impossible with this shape and sharding."""
+    pinned = pins.words.get(load.name, {}).get("offload")
+    possible = [
+        what for what in PIN_WORDS["offload"] if not why_not_offloaded(load, what, shape, sharding, work)
+    ]
+    if pinned is not None:
+        return [pinned] if pinned in possible else []
+    return possible if work.may_offload else ["none"]
+
+
+def require_offload(
+    work: Workload, load: SectionLoad, shape: ReplicaShape, shardings: Iterable[str], pins: Pins
+) -> None:
+    """Raises UserError for a pinned offload that no sharding of these allows."""
+    pinned = pins.words.get(load.name, {}).get("offload", "none")
+    reasons = [why_not_offloaded(load, pinned, shape, sharding, work) for sharding in shardings]
+    if all(reasons):
+        raise UserError(
+            f"{load.name}.offload={pinned} is impossible: {reasons[0]}",
+            remedy=f"leave it out, or set {load.name}.offload=none",
+        )
+
+
+def why_not_offloaded(
+    load: SectionLoad, what: str, shape: ReplicaShape, sharding: str, work: Workload
+) -> str:
+    """Why host memory cannot have a section's optimizer states or weights, "" if it can."""
+    if what == "none":
+        return ""
+    if not work.cluster.device.host_memory * work.cluster.device.host_bytes_per_s:
+        return "the cluster file says nothing of host memory (host: {gb_s: 51, memory_gib: 238})"
+    if what == "optimizer":
+        return "" if load.cost.trainable else "it trains nothing, so it has no optimizer states"
+    return _why_weights_stay(load, shape, sharding)
+
+
+def _why_weights_stay(load: SectionLoad, shape: ReplicaShape, sharding: str) -> str:
+    """Why a section's weights cannot come from host memory layer by layer, "" if they can."""
+    if load.cost.trainable:
+        return "it trains, and only weights that never change stay in host memory"
+    if load.cost.layers < 2 or not load.cost.largest_layer_bytes:
+        return "it has no layers that run one after another"
+    if sharding == "zero3":
+        return "zero3 gathers its layers from the other replicas"
+    return "replicas share its experts (ep above tp)" if shape.ep > shape.tp else ""
+
+
 def _require_none_pinned(load: SectionLoad, key: str, pins: Pins, reason: str) -> None:
     """Raises UserError if `key` is pinned to anything but "none"."""
     choice = pins.words.get(load.name, {}).get(key, "none")
@@ -499,10 +566,13 @@ def price_candidate(
     )
 
 
-def fixed_memory_fits(load: SectionLoad, dp: int, sharding: str, capacity: int) -> bool:
+def fixed_memory_fits(load: SectionLoad, dp: int, sharding: str, offload: str, capacity: int) -> bool:
     """Whether parameters, gradients and optimizer states alone fit into `capacity` bytes of a rank."""
+    copies = dp * load.shape.cp
     return any(
-        rank_memory(load.cost, 0, dp=dp * load.shape.cp, sharding=sharding, micro_batches=n).total_bytes(1)
+        rank_memory(load.cost, 0, dp=copies, sharding=sharding, micro_batches=n, offload=offload).total_bytes(
+            1
+        )
         <= capacity
         for n in (1, 2)
     )
@@ -518,6 +588,8 @@ def price_fitting_candidates(
     _, count, _ = _expect_micro_batches(load, -(-work.active_sample_count(load) // dp), size)
     rank = memory_on_rank(work, load, dp, size, sharding, recompute, count)
     if capacity is not None and rank.total_bytes(in_flight_alternating(work, load, count)) > capacity:
+        return []
+    if capacity is not None and rank.host > work.cluster.device.usable_host_memory:
         return []
     busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
     return _vary_in_flight(
@@ -560,6 +632,8 @@ def _make_candidate(
         backward_parts=load.shape.backward_parts,
         sharding=sharding,
         idle_ns=bubble if load.mode == "forward" else 0,
+        offload=load.shape.offload,
+        host_memory=rank.host,
     )
 
 
@@ -667,9 +741,17 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
     if load.mode != "train":
         return 0, 0
     copies = dp * load.shape.cp
+
+    def step_ns(shards: int = 1) -> int:
+        step = roofline.optimizer_step_ns(cost, cluster.device, shards)
+        if load.shape.offload != "optimizer":
+            return step
+        states = rank_memory(cost, 0, dp=copies, sharding=sharding).optimizer
+        return roofline.offloaded_step_ns(step, states, cluster.device)
+
     if sharding == "zero3" and copies > 1:
         # Every backward has summed its gradients.
-        return 0, roofline.optimizer_step_ns(cost, cluster.device, copies)
+        return 0, step_ns(copies)
     # Experts are summed over the replicas that hold the same ones, all else over all replicas.
     replicas, stride = cost.expert_replicas, load.shape.tp * load.shape.pp
     experts = cost.expert_gradient_sum_bytes if replicas > 1 else 0
@@ -677,7 +759,7 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
         sums = roofline.gradient_all_reduce_ns(
             cost.gradient_sum_bytes - experts, copies, cluster, stride
         ) + roofline.gradient_all_reduce_ns(experts, copies // replicas, cluster, stride * replicas)
-        return sums, roofline.optimizer_step_ns(cost, cluster.device)
+        return sums, step_ns()
     weights = cost.expert_trainable_bytes if replicas > 1 else 0
     sums = roofline.gradient_reduce_scatter_ns(
         cost.gradient_sum_bytes - experts, copies, cluster, stride
@@ -685,9 +767,7 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
     gathers = roofline.parameter_all_gather_ns(
         cost.trainable_bytes - weights, copies, cluster, stride
     ) + roofline.parameter_all_gather_ns(weights, copies // replicas, cluster, stride * replicas)
-    return sums, gathers + roofline.optimizer_step_ns(
-        cost, cluster.device, copies // replicas if replicas > 1 else copies
-    )
+    return sums, gathers + step_ns(copies // replicas if replicas > 1 else copies)
 
 
 def micro_batch_time_expressions(
@@ -753,7 +833,7 @@ def _round_slowdown(load: SectionLoad, rounds: int, dp: int, together: int, size
     return load.cached_numbers[key][0]
 
 
-def _zero3_gathers(work: Workload, load: SectionLoad, dp: int) -> Zero3Collectives | None:
+def _zero3_gathers(work: Workload, load: SectionLoad, dp: int) -> ParameterTransfers | None:
     """Collectives of a forward and backward under ZeRO-3, None where there is nothing to gather."""
     if dp not in load.cached_gathers:
         load.cached_gathers[dp] = zero3_collectives(
@@ -825,6 +905,7 @@ def memory_on_rank(
         sharding,
         micro_batches,
         _largest_sample_bytes(work, load, size, recompute),
+        load.shape.offload,
     )
 
 

@@ -34,11 +34,15 @@ def evaluate_assignment(problem: Problem, assignment: Assignment) -> PlanValue:
     work = dict.fromkeys(group.values(), 0)
     memory = dict.fromkeys(group.values(), 0)
     ranks = dict.fromkeys(group.values(), 0)
+    host = dict.fromkeys(group.values(), 0)
     ahead = groups_that_run_ahead(chosen, group)
     for s, c in chosen.items():
         work[group[s]] += c.busy_ns if group[s] in ahead else c.time_ns
         memory[group[s]] += _section_bytes(problem, assignment, s, c)
         ranks[group[s]] = c.ranks
+        host[group[s]] += c.host_memory
+    if max(host.values()) > problem.host_capacity:
+        raise ValueError("the assignment needs more host memory than there is")
     ranks_used = sum(ranks.values())
     if ranks_used > problem.per_node and ranks_used % problem.per_node:
         raise ValueError(f"{ranks_used} ranks are not whole nodes of {problem.per_node}")

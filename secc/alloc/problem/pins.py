@@ -17,6 +17,7 @@ PIN_WORDS = {
     "norms": ("whole", "sequence"),
     "attention": ("gather", "ulysses"),
     "cp_per": ("section", "micro_batch"),
+    "offload": ("none", "optimizer", "weights"),
 }
 EXPERT_LOAD = "expert_load"
 PIN_KEYS = (*PIN_NUMBERS, "with", *PIN_WORDS, EXPERT_LOAD)

@@ -12,13 +12,14 @@ STRATEGIES = ("auto", "apart", "colocate", "uniform")
 class ReplicaShape(NamedTuple):
     """How many ranks share a replica: its parameters (tp), layers (pp) and rows of sequences (cp). Experts
     form `ep` parts on these ranks. A backward of two `backward_parts` is split: gradients of inputs, later
-    those of parameters."""
+    those of parameters. `offload` says what lives in host memory."""
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
     ep: int = 1
     backward_parts: int = 1
+    offload: str = "none"
 
     @property
     def ranks(self) -> int:
@@ -49,6 +50,8 @@ class Candidate:
       cp_per: what has one cp: the "section", or each "micro_batch", whose samples may then be dealt to its
           ranks; `time_ns` counts all samples as divided.
       backward_parts: 2 where stages compute gradients of parameters apart, in idle time, else 1.
+      offload: what lives in host memory: "none", "optimizer" states or frozen "weights".
+      host_memory: bytes of host memory for a rank.
       kind: index of the device kind, or `ALL_KINDS`.
       excluded: the candidate must not be chosen (`exclude_candidates`).
     """
@@ -77,6 +80,8 @@ class Candidate:
     sample_limit: int = 0
     idle_ns: int = 0
     runs_ahead: bool = False
+    offload: str = "none"
+    host_memory: int = 0
 
     @property
     def most_samples(self) -> int:
@@ -96,7 +101,7 @@ class Candidate:
     @property
     def shape(self) -> ReplicaShape:
         """The shape of a replica."""
-        return ReplicaShape(self.tp, self.pp, self.cp, self.ep, self.backward_parts)
+        return ReplicaShape(self.tp, self.pp, self.cp, self.ep, self.backward_parts, self.offload)
 
     @property
     def backward(self) -> str:
@@ -127,7 +132,7 @@ class Candidate:
     def extras(self) -> int:
         """0 for the plainest candidate; more for each feature that could be left out. Breaks ties."""
         plain = 8 * self.width + 2 * (self.recompute != "none") + (self.sharding != "none")
-        return plain + 4 * (self.ep > 1) + (self.backward_parts > 1)
+        return plain + 4 * (self.ep > 1) + (self.backward_parts > 1) + (self.offload != "none")
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,7 @@ class Problem:
     per_node: ranks of a node. More ranks than that are used by whole nodes, as launchers start them.
     deadline: ns. With a deadline the objective is the fewest ranks, up to `ranks`, on which a step is no
         longer.
+    host_capacity: bytes of host memory for the offloaded tensors of a rank.
     pools: devices of each kind where kinds are mixed. A group's ranks are then of one kind, or all ranks.
     """
 
@@ -197,6 +203,7 @@ class Problem:
     per_node: int = 1
     deadline: int | None = None
     pools: tuple[DevicePool, ...] = ()
+    host_capacity: int = 0
 
     def usable_bytes(self, c: Candidate) -> int:
         """Usable bytes on a rank of candidate `c`."""

@@ -25,6 +25,7 @@
       W[g] = sum of w[s] - I[s] over s in g,  sum of (w[s] - i[s]) r[s] over S <= N T       _add_work
       I[s] <= i[s],  F[g] = 0 and y[s,g] => I[s] = 0,  y[s,g] and not f[s] => F[g] = 0  _add_running_ahead
       sum of m[s] over s in g <= K; m'[s] for m[s] where a[s,t] for some t; messages where a  _add_memory
+      sum of host memory h[s] over s in g <= H                                            _add_host_memory
       a[u,s] = 1 iff no group holds both                                                    _add_separation
       D[s] >= D[u] + a[u,s] (latency[u] - independent[s] + message[s]),  D[s] >= 0          _add_delays
       T >= W[g] + D[s] for s in g,  T >= W[g] + D[u] + round_trip[s] - slack[u] if u in g, a[u,s]
@@ -263,6 +264,7 @@ class AllocationModel:
             self._add_work,
             self._add_separation,
             self._add_memory,
+            self._add_host_memory,
             self._add_pools,
             self._add_delays,
             self._add_step_time,
@@ -380,6 +382,17 @@ class AllocationModel:
         self.held = {g: sum(parts[g]) for g in self.names}
         for held in self.held.values():
             self.cp.add(held <= self.capacity_mib)
+
+    def _add_host_memory(self) -> None:
+        offloading = [s for s in self.names if any(c.host_memory for c in self.problem.sections[s])]
+        for g in self.names if offloading else ():
+            parts: list[Any] = []
+            for s in (s for s in offloading if (s, g) in self.y):
+                sizes = [_mebibytes(c.host_memory) for c in self.problem.sections[s]]
+                part = self.cp.new_int_var(0, max(sizes), f"h[{s},{g}]")
+                self.cp.add(part >= self._chosen_value(s, sizes)).only_enforce_if(self.y[s, g])
+                parts.append(part)
+            self.cp.add(sum(parts) <= self.problem.host_capacity >> 20)
 
     def _add_pools(self) -> None:
         used: list[cp_model.IntVar] = []

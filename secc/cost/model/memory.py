@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from secc.cost.model.section_cost import SectionCost
-from secc.runtime.parameters.bucket_limits import BUCKET_BYTES, MAX_BUCKETS_IN_FLIGHT
+from secc.runtime.parameters.bucket_limits import BUCKET_BYTES, MAX_BUCKETS_IN_FLIGHT, OFFLOADED_BUCKETS
 
 OPTIMIZER_STATES_PER_PARAMETER = 2  # AdamW: two moments, in the dtype of the weight that it updates
 UNLIMITED_MICRO_BATCHES = 1 << 30  # more than can be in flight
@@ -42,6 +42,7 @@ class RankMemory(NamedTuple):
     largest_sample: activations of the largest sample; if they exceed those of several micro-batches, it is
         alone in flight.
     reduced: gradients that are reduced during the last backward.
+    host: bytes in host memory, on none of the device's.
     """
 
     parameters: int
@@ -53,6 +54,7 @@ class RankMemory(NamedTuple):
     micro_batches: int = UNLIMITED_MICRO_BATCHES
     largest_sample: int = 0
     reduced: ReducedGradients = ReducedGradients()
+    host: int = 0
 
     @property
     def fixed(self) -> int:
@@ -112,6 +114,7 @@ def rank_memory(
     sharding: str = "none",
     micro_batches: int = UNLIMITED_MICRO_BATCHES,
     largest: int = 0,
+    offload: str = "none",
 ) -> RankMemory:
     """Compute the memory of a rank that holds a whole section.
 
@@ -122,8 +125,43 @@ def rank_memory(
         addition, a rank's own gradients are freed bucket by bucket during its last backward; they never exist
         as a whole if `micro_batches` is 1) or "zero3" (in addition, parameters and gradients are sharded).
 
+    offload: "none"; "optimizer": optimizer states are in host memory, and a few buckets of them on the
+        device; "weights": frozen layers are in host memory, and two of them on the device.
+
     Float32 master weights count as optimizer states.
     """
+    memory = _memory_on_device(cost, activation, working, dp, sharding, micro_batches, largest)
+    if offload == "weights":
+        buffers = min(2 * cost.largest_layer_bytes, layer_bytes(cost))
+        return memory._replace(parameters=cost.outside_layers_bytes, buffers=buffers, host=layer_bytes(cost))
+    return _with_states_on_host(memory, cost) if offload == "optimizer" else memory
+
+
+def layer_bytes(cost: SectionCost) -> int:
+    """Bytes of the parameters of all layers."""
+    return max(0, cost.param_bytes - cost.outside_layers_bytes)
+
+
+def _with_states_on_host(memory: RankMemory, cost: SectionCost) -> RankMemory:
+    """The memory of a rank with optimizer states on its host and up to `OFFLOADED_BUCKETS` of them on its
+    device. A parameter larger than a bucket has one of its own: all that is outside of layers may be one.
+    """
+    states, tensors = memory.optimizer, OPTIMIZER_STATES_PER_PARAMETER + (cost.master_bytes > 0)
+    outside = states * cost.outside_layers_bytes // max(1, cost.param_bytes)
+    streamed = min(states, outside + OFFLOADED_BUCKETS * tensors * BUCKET_BYTES)
+    return memory._replace(optimizer=streamed, host=states)
+
+
+def _memory_on_device(
+    cost: SectionCost,
+    activation: int,
+    working: int,
+    dp: int,
+    sharding: str,
+    micro_batches: int,
+    largest: int,
+) -> RankMemory:
+    """The memory of a rank without offloading."""
     size, masters = cost.optimizer_weight_bytes, cost.master_bytes
     if sharding == "zero3" and dp > 1:
         return _zero3_memory(cost, activation, working, dp, micro_batches, largest)

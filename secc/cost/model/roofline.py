@@ -101,6 +101,13 @@ def optimizer_step_ns(cost: SectionCost, device: Device, shards: int = 1) -> int
     return moving + cost.trainable_tensors * device.overheads.tensor // shards
 
 
+def offloaded_step_ns(step_ns: int, states: int, device: Device) -> int:
+    """Time of an optimizer step of `step_ns` with `states`, in bytes, that come from host memory and return.
+    On GPUs the copies of both directions and the optimizer work at once; CPUs copy the bytes themselves."""
+    copy = device.host_copy_ns(states)
+    return step_ns + 2 * copy if device.backend == "cpu" else max(step_ns, copy)
+
+
 def section_message_ns(size: int, cluster: Cluster) -> int:
     """Time of one message between ranks of two sections, which may be on different nodes."""
     return cluster.slowest_link(cluster.ranks).message_ns(size)

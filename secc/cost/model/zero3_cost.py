@@ -1,4 +1,5 @@
-"""Cost of ZeRO-3: collectives that gather parameters and reduce gradients in every forward and backward.
+"""Cost of parameters that come layer by layer in every forward and backward: under ZeRO-3 by collectives that
+gather them and reduce gradients, with `offload=weights` by copies from host memory.
 
 A forward gathers the parameters of every FSDP unit (a layer) once; a backward gathers them again and
 reduce-scatters the unit's gradients. One unit is in flight while another computes. On GPUs a pass therefore
@@ -10,15 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from secc.cluster import Cluster
+from secc.cluster import Cluster, Device
 from secc.cost.model.collectives import RankSpan, all_gather_ns, reduce_scatter_ns
+from secc.cost.model.memory import layer_bytes
 from secc.cost.model.section_cost import SectionCost
 
 
 @dataclass(frozen=True)
-class Zero3Collectives:
-    """Nanoseconds of the collectives in one forward, one backward and for one unit. `overlapped`: they run
-    concurrently with computation."""
+class ParameterTransfers:
+    """Nanoseconds of collectives or copies in one forward, one backward and for one unit. `overlapped`: they
+    run concurrently with computation."""
 
     forward: int
     backward: int
@@ -47,7 +49,7 @@ class Zero3Collectives:
 
 def zero3_collectives(
     cost: SectionCost, sharding: str, cluster: Cluster, span: RankSpan
-) -> Zero3Collectives | None:
+) -> ParameterTransfers | None:
     """The collectives of a section replicated over the ranks of `span`; None unless ZeRO-3 shards its
     parameters."""
     if sharding != "zero3" or span.ranks == 1:
@@ -55,6 +57,12 @@ def zero3_collectives(
     units = max(1, cost.layers) + 1
     gather = all_gather_ns(-(-cost.param_bytes // units), span, cluster)
     reduce = reduce_scatter_ns(-(-cost.gradient_sum_bytes // units), span, cluster)
-    return Zero3Collectives(
+    return ParameterTransfers(
         units * gather, units * (gather + reduce), gather, cluster.device.backend != "cpu"
     )
+
+
+def weight_copies(cost: SectionCost, device: Device) -> ParameterTransfers:
+    """The copies of frozen layers from host memory. What is outside of layers stays on the device."""
+    copied = device.host_copy_ns(layer_bytes(cost))
+    return ParameterTransfers(copied, copied, copied // max(1, cost.layers), device.backend != "cpu")

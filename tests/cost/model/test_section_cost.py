@@ -16,7 +16,7 @@ from secc.cost.model.patterns_and_transfers import input_patterns, section_trans
 from secc.cost.model.recompute_cost import RecomputeCost
 from secc.cost.model.section_cost import SectionCost, section_cost
 from secc.cost.model.tp_pp_scaling import cost_on_rank, tp_all_reduce_ns
-from secc.cost.model.zero3_cost import zero3_collectives
+from secc.cost.model.zero3_cost import weight_copies, zero3_collectives
 from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.ir.text_io import module_text as text
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
@@ -402,3 +402,42 @@ def test_working_memory_of_recomputation_counts_once() -> None:
         - rank_memory(cost_of(section_graph(X + F)), 1000).total_bytes(3)
         == 50
     )
+
+
+def test_memory_and_time_of_offloaded_states() -> None:
+    """Of 18 GB of masters and moments a few buckets stay on the device; the step takes as long as they need
+    over PCIe one way, at 80% of 64 GB/s."""
+    found = cost_of(section_graph(X + F.replace('saved = "4*B*S", ops = 3', UNITS)))
+    large = replace(
+        found,
+        param_bytes=3 * 10**9,
+        trainable=3 * 10**9 // 2,
+        trainable_bytes=3 * 10**9,
+        master_bytes=6 * 10**9,
+        outside_layers_bytes=0,
+    )
+    kept, offloaded = (rank_memory(large, 0, offload=what) for what in ("none", "optimizer"))
+    assert (kept.optimizer, kept.host) == (18 * 10**9, 0)
+    assert (offloaded.optimizer, offloaded.host) == (3 * 3 * BUCKET_BYTES, 18 * 10**9)
+    assert offloaded.total_bytes(1) == kept.total_bytes(1) - 18 * 10**9 + 9 * BUCKET_BYTES
+    device = parse_cluster("1x8xH100").device
+    step_ns = roofline.optimizer_step_ns(large, device)
+    assert roofline.offloaded_step_ns(step_ns, offloaded.host, device) == 18 * 10**9 * 10**9 // (512 * 10**8)
+    assert roofline.offloaded_step_ns(10**12, offloaded.host, device) == 10**12
+
+
+def test_memory_and_time_of_offloaded_weights() -> None:
+    """Two of ten layers are on the device, and a pass takes the longer of computing and copying all layers,
+    and the first layer's copy."""
+    found = cost_of(section_graph(X + F.replace('saved = "4*B*S", ops = 3', UNITS)))
+    frozen = replace(
+        found, param_bytes=11 * 10**9, layers=10, largest_layer_bytes=10**9, outside_layers_bytes=10**9
+    )
+    room = rank_memory(frozen, 0, offload="weights")
+    assert (room.parameters, room.buffers, room.host) == (10**9, 2 * 10**9, 10 * 10**9)
+    copies = weight_copies(frozen, parse_cluster("1x8xH100").device)
+    layer_ns = 10**9 * 10**9 // (512 * 10**8)
+    assert copies.one_unit == layer_ns and copies.forward == 10 * layer_ns
+    assert copies.forward_ns(10**6) == 11 * layer_ns
+    assert copies.forward_ns(10**10) == 10**10 + layer_ns
+    assert copies.backward_ns(0) == 0
