@@ -1,11 +1,14 @@
-"""The loss tables against numbers, for a sample of torch's ops; `python -m tests.passes.op_claims` compares
-all."""
+"""The loss tables against numbers, for a sample of torch's ops and modules; `python -m
+tests.passes.op_claims` compares all."""
 
 from __future__ import annotations
 
 import pytest
 
-SAMPLE = ("cumsum", "chunk", "diag", "logsumexp", "nn.functional.conv1d", "nn.functional.pad", "sort", "sum")
+SAMPLE = (
+    "cumsum", "chunk", "constant_pad_nd", "diag", "logsumexp", "nn.functional.conv1d", "nn.functional.pad",
+    "nn.ConvTranspose1d", "nn.GRU", "nn.GroupNorm", "sort", "sum", "view_copy",
+)  # fmt: skip
 
 
 @pytest.mark.slow
