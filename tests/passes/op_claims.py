@@ -411,6 +411,8 @@ def _format_claims(found: Sequence[OpClaim]) -> str:
     """Claims as JSON, one a line; messages of those that need attention only."""
     head = {
         "command": "python -m tests.passes.op_claims --json FILE",
+        "about": "Whether each op and module of torch's own tests keeps the samples along a dim apart, as "
+        "normalize-loss says and as losses and gradients of uneven micro-batches show.",
         "torch": torch.__version__,
         "counts": Counter(c.verdict.value for c in found),
         "columns": [f.name for f in fields(OpClaim)],
