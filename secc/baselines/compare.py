@@ -246,6 +246,7 @@ def describe_layout(layout: BaselineLayout) -> str:
 def _describe_sections(layout: BaselineLayout) -> Iterable[str]:
     for name, part in layout.sections.items():
         c = part.chosen
-        more = "".join(f" {key}{n}" for key, n in c.shape._asdict().items() if n > 1)
+        degrees = {"tp": c.tp, "pp": c.pp, "cp": c.cp, "ep": c.ep}
+        more = "".join(f" {key}{n}" for key, n in degrees.items() if n > 1)
         again = f" recompute {c.recompute}" if c.recompute != "none" else ""
         yield f"{name} dp{c.dp}{more}{again}"
