@@ -88,6 +88,9 @@ class _WidenedOps(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(map(self._is_narrow, args)) or any(map(self._is_narrow, kwargs.values())):
             args, kwargs = tree_map(partial(self._widen, func._schema.is_mutable), (args, kwargs))
+        if func is _GROUPED_MM and args[0].is_meta:  # torch knows its shapes for bfloat16 only
+            narrow = [t.to(torch.bfloat16) for t in args[:2]]
+            return func(*narrow, *args[2:], **kwargs | {"out_dtype": None}).to(self._dtype)
         if func is _GROUPED_MM and self._dtype == torch.float64:
             return _multiply_groups(*args, **kwargs)
         return func(*args, **kwargs)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers as T
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from secc.frontend.tp_search.find_mapping import TpMapping, find_mapping, mapping_shards
 from secc.frontend.tp_search.hf_tp_plan import hf_column_parallel
@@ -55,6 +56,9 @@ QWEN3 = T.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8)
 GPT2 = T.GPT2Config(n_embd=WIDTH, n_layer=2, n_head=4, vocab_size=64)
 PHI3 = T.Phi3Config(**SMALL, num_key_value_heads=4, pad_token_id=0)
 NEOX = T.GPTNeoXConfig(**SMALL)
+MIXTURE = T.Qwen3MoeConfig(
+    **SMALL, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+)
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN3, GPT2, PHI3, NEOX], ids=lambda c: c.model_type)
@@ -76,6 +80,14 @@ def test_layers_in_bfloat16_are_cut_as_in_float32() -> None:
     narrow = find_mapping(copy.deepcopy(module).bfloat16(), (args, kwargs), 2)
     assert narrow.column_parallel == find_mapping(module, (args, kwargs), 2).column_parallel
     assert len(narrow.row_parallel) == 2 and not narrow.unsplit_reasons
+
+
+def test_attention_of_a_mixture_without_values_is_cut_in_bfloat16() -> None:
+    """As the layers of a model are that is too large to be built here."""
+    module, args, kwargs = first_layer(MIXTURE)
+    call = tree_map(lambda v: v.to("meta") if isinstance(v, torch.Tensor) else v, (args, kwargs))
+    found = find_mapping(copy.deepcopy(module).bfloat16().to("meta"), call, 2)
+    assert len(found.column_parallel) == 3 and found.row_parallel.keys() == {"self_attn.o_proj"}
 
 
 def test_parts_of_fused_projections_are_found() -> None:
