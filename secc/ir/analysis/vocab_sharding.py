@@ -381,7 +381,7 @@ def _shard_fused_loss(r: _OpReader) -> VocabOp | None:
     """The losses on linear heads; their operators sum the hidden states' gradient over the ranks."""
     places = _direct_operands(r)
     biases = [r.arguments.kwargs.get(name) for name in ("bias", "student_bias", "teacher_bias")]
-    first, *weights = [places[i] for i in ((1, 3) if r.op.base_name.startswith("linear_kl") else (1,))]
+    first, *weights = [places[i] for i in ((1, 3) if "linear_kl" in r.op.base_name else (1,))]
     part = r.parts[first]
     if (
         part is None
