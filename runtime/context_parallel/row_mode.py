@@ -90,7 +90,7 @@ class RowMode(TorchFunctionMode):
             shape[mark.dim] = mark.whole_size
         return shape
 
-    def deal(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    def take_own_rows(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns this rank's rows of a whole tensor along `dim`, marked."""
         return self.take(whole, RowMark(dim, deal_rows(whole.shape[dim], self.group.size)))
 
@@ -203,7 +203,7 @@ def split_first_input(forward: Callable[..., Any]) -> Callable[..., Any]:
         place, first = next(((p, t) for p, t in given if is_hidden_state(t)), (0, None))
         if first is None or mark_of(first) is not None:
             return forward(*args, **kwargs)
-        own = mode.deal(first, 1)
+        own = mode.take_own_rows(first, 1)
         if isinstance(place, str):
             return forward(*args, **kwargs | {place: own})
         return forward(*args[:place], own, *args[place + 1 :], **kwargs)

@@ -111,7 +111,7 @@ class OffloadedOptimizer:
 
     def values(self, param: nn.Parameter) -> torch.Tensor:
         """Returns the values of what the optimizer updates: a master's in host memory, if it is there. Call
-        `settle` before reading them."""
+        `wait_until_on_host` before reading them."""
         return self._host_masters.get(param, param.data)
 
     def move_states_to_host(self) -> None:
@@ -124,7 +124,7 @@ class OffloadedOptimizer:
     def prefetch(self) -> None:
         """Starts to fetch what the next step needs first."""
         for bucket in self._buckets:
-            self._settle(bucket)
+            self._finish_leaving(bucket)
         for bucket in self._buckets[:1]:
             self._fetch(bucket)
 
@@ -138,23 +138,23 @@ class OffloadedOptimizer:
             if i == 0:
                 self.prefetch()
             if i > 1:
-                self._settle(self._buckets[i - 2])
+                self._finish_leaving(self._buckets[i - 2])
             if i + 1 < len(self._buckets):
                 self._fetch(self._buckets[i + 1])
             self._update(bucket)
             self._store(bucket)
         for bucket in self._buckets[:-1]:
-            self._settle(bucket)
+            self._finish_leaving(bucket)
 
-    def settle(self) -> None:
+    def wait_until_on_host(self) -> None:
         """Waits until all states and masters are in host memory."""
         for bucket in self._buckets:
             self._release(bucket)
-            self._settle(bucket)
+            self._finish_leaving(bucket)
 
     def write_weights(self) -> None:
         """Writes all offloaded masters into the weights, after they were changed in host memory."""
-        self.settle()
+        self.wait_until_on_host()
         for bucket in self._buckets:
             for group, host in bucket.masters:
                 _allocate(group.values)
@@ -179,7 +179,7 @@ class OffloadedOptimizer:
         """Starts to copy the bucket's states and masters to the device, if they are not there."""
         if bucket.is_on_device:
             return
-        self._settle(bucket)
+        self._finish_leaving(bucket)
         bucket.is_on_device = True
         start = self._copies.to_device.start
         for group, host in bucket.masters:
@@ -217,7 +217,7 @@ class OffloadedOptimizer:
         bucket.fetched.clear()
         bucket.is_on_device = False
 
-    def _settle(self, bucket: _Bucket) -> None:
+    def _finish_leaving(self, bucket: _Bucket) -> None:
         """Waits until what leaves the device has arrived on the host, and frees its memory there."""
         if not bucket.leaving:
             return

@@ -106,7 +106,7 @@ class PredictedCosts:
         forward, backward = self.times_of_columns(
             section, self.micro_batch_columns(micro_batches), len(micro_batches)
         )
-        for i, dealt in enumerate(self.deal(section, micro_batches)):
+        for i, dealt in enumerate(self.price_dealt(section, micro_batches)):
             if dealt is not None:
                 forward[i], backward[i] = dealt.forward_ns, dealt.backward_ns
         return forward, backward
@@ -117,7 +117,7 @@ class PredictedCosts:
         A micro-batch of several samples is dealt, in turns and largest first, if that takes less time or it
         has more samples than may be divided together, and if each part fits.
         """
-        dealt = self.deal(section, micro_batches)
+        dealt = self.price_dealt(section, micro_batches)
         return [() if d is None else d.parts for d in dealt]
 
     def computed_parts(self, section: Section, samples: Sequence[int]) -> Sequence[Sequence[int]]:
@@ -125,7 +125,9 @@ class PredictedCosts:
         (parts,) = self.deal_samples(section, [samples])
         return [part for part in parts if part] or [samples]
 
-    def deal(self, section: Section, micro_batches: Sequence[Sequence[int]]) -> list[DealtCosts | None]:
+    def price_dealt(
+        self, section: Section, micro_batches: Sequence[Sequence[int]]
+    ) -> list[DealtCosts | None]:
         """Returns the costs of each micro-batch that is dealt, None for others."""
         if not section.may_deal:
             return [None] * len(micro_batches)
@@ -172,7 +174,7 @@ class PredictedCosts:
         saved = self.saved_bytes_of_columns(
             section, self.micro_batch_columns(micro_batches), len(micro_batches)
         )
-        for i, dealt in enumerate(self.deal(section, micro_batches)):
+        for i, dealt in enumerate(self.price_dealt(section, micro_batches)):
             if dealt is not None:
                 saved[i] = dealt.saved_bytes
         return saved

@@ -179,8 +179,8 @@ class Section:
     statistics of their batch norms (`runtime.sections.synchronized_norms`).
 
     `offload` says what lives in host memory, `host_gib` on each rank, and is on the device only while it is
-    needed: "optimizer" states with float32 masters, or "weights" of a frozen section, whose `units` then come
-    one by one.
+    needed: "optimizer" states with float32 masters, or the "weights" of a frozen section, one of its `units`
+    after the other.
     """
 
     name: str

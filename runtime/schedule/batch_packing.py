@@ -13,8 +13,9 @@ samples' times. The attempt with the shortest longest replica wins.
 If memory keeps large neighbours apart, a replica's samples are also packed with large and small ones
 alternating, which makes fewer micro-batches.
 
-Micro-batches whose samples may be dealt to the ranks of a replica (`secc.runtime.plan.dealt_samples`) are
-runs, too: neighbours take similar time. Of those with more samples than ranks, only multiples are tried.
+The ranks of a replica may compute different samples of a micro-batch (`secc.runtime.plan.dealt_samples`).
+Such micro-batches are runs, too: neighbours take similar time. If they have more samples than the replica has
+ranks, only multiples of the number of ranks are tried.
 """
 
 from __future__ import annotations
@@ -318,7 +319,9 @@ def _dealt_run_times(
             large = exceeds_limits(costs, stages, columns, count)
         times = [
             d.forward_ns + d.backward_ns if d is not None else INFEASIBLE_NS if is_large else f + b
-            for d, f, b, is_large in zip(costs.deal(section, runs), forward, backward, large, strict=True)
+            for d, f, b, is_large in zip(
+                costs.price_dealt(section, runs), forward, backward, large, strict=True
+            )
         ]
         if min(times) == INFEASIBLE_NS and length >= section.mesh.cp:
             break

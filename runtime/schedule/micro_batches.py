@@ -575,8 +575,8 @@ class MicroBatchComposer:
         return halve_large_micro_batches(self.costs, self.graph.pipeline_stages[section.name], cut)
 
     def _cut_into_dealt(self, section: Section, by_replica: list[list[int]]) -> AssignedMicroBatches:
-        """Cuts each replica's samples into micro-batches of similar samples of one pattern, whose samples may
-        be dealt to the replica's ranks."""
+        """Cuts each replica's samples into micro-batches of similar samples of one pattern. The ranks of a
+        replica may compute different samples of such a micro-batch."""
         work, stages = self.sample_work[section.name], self.graph.pipeline_stages[section.name]
         cut = AssignedMicroBatches()
         for r, positions in enumerate(by_replica):

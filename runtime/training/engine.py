@@ -508,8 +508,8 @@ class _StepExecution:
         ]
 
     def join_leaf_gradients(self, i: Instruction, live: _InFlightMicroBatch, part: _OwnPart) -> None:
-        """Gives the leaves of a dealt micro-batch their gradients, of which each rank has those of its
-        part."""
+        """Gives the leaves of a dealt micro-batch their gradients, joined from the parts that the ranks
+        computed."""
         micro = self.micro_batch(i.section, i.micro)
         for name, leaf in live.edge_leaves.items():
             own = part.edge_leaves.get(name)

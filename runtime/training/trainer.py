@@ -488,7 +488,7 @@ class Trainer:
             self.optimizer.step()
         if self.average is not None:
             if self.offload is not None:
-                self.offload.settle()
+                self.offload.wait_until_on_host()
             self.average.update()
         self.reducer.gather_parameters()
         if isinstance(self.scheduler, ReduceLROnPlateau):
@@ -675,7 +675,7 @@ class Trainer:
         assert folder is not None
         self._report_save(self._saver.finish_save())
         if self.offload is not None:
-            self.offload.settle()
+            self.offload.wait_until_on_host()
         zero3 = self.context.zero3
         # In mixed precision, float32 masters are saved in place of the trained parameters.
         written = self._owned_names - (self._trained_names if self.plan.dtype else set[str]())

@@ -214,7 +214,7 @@ def memory_over_time(
 
     def saved_bytes(section: str, micro: int) -> int:
         samples = step.schedule.micro_batches[section][micro].samples
-        (dealt,) = sizes.deal(sections[section], [samples])
+        (dealt,) = sizes.price_dealt(sections[section], [samples])
         if dealt is not None:
             return dealt.saved_bytes
         return evaluate_expr(sections[section].cost.saved, sizes.micro_batch_sizes(samples))

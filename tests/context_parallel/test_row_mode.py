@@ -436,7 +436,9 @@ def test_the_loss_of_captured_code_sees_rows(count: int, reduction: int) -> None
 
     def run(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor, RowMode]:
         mode, own = RowMode(group), hidden.clone().requires_grad_()
-        _, out = mode.run_section(lambda _, edges: ({}, {"loss": loss_of(mode.deal(own, 1))}), {}, {})
+        _, out = mode.run_section(
+            lambda _, edges: ({}, {"loss": loss_of(mode.take_own_rows(own, 1))}), {}, {}
+        )
         out["loss"].backward()
         assert own.grad is not None
         return out["loss"].detach(), own.grad, mode
@@ -474,7 +476,9 @@ def test_losses_see_rows(count: int, name: str) -> None:
 
     def run(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor, RowMode]:
         mode, own = RowMode(group), hidden.clone().requires_grad_()
-        _, out = mode.run_section(lambda _, edges: ({}, {"loss": loss_of(mode.deal(own, 1), target)}), {}, {})
+        _, out = mode.run_section(
+            lambda _, edges: ({}, {"loss": loss_of(mode.take_own_rows(own, 1), target)}), {}, {}
+        )
         out["loss"].backward()
         assert own.grad is not None
         return out["loss"].detach(), own.grad, mode

@@ -68,7 +68,8 @@ def test_the_global_batch_s_balance_loss_is_exact_in_micro_batches(path: Path) -
     compiled = check_exactness(compile_model(path, CompileOptions(balance_loss="global")))
     assert "accepted" not in compiled.plan.checks
     statistics = [t for t in compiled.plan.terms if is_statistic(t.name)]
-    assert max(t.entries for t in statistics) == 4  # one for each expert
+    entries = {t.entries for t in statistics}
+    assert 4 in entries and entries <= {1, 4}  # numbers for each expert, and a count of tokens
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def explain_infeasibility(work: Workload, asked: Problem, pins: Pins) -> UserErr
 
 def _host_memory_error(work: Workload, name: str, least: int, capacity: int) -> UserError:
     return UserError(
-        f"section {name} does not fit: each rank would keep {least / GIB:.2f} GiB in host memory, of which"
-        f" {capacity / GIB:.2f} GiB can be used",
+        f"section {name} does not fit: each rank would keep {least / GIB:.2f} GiB in host memory,"
+        f" and it can use {capacity / GIB:.2f} GiB",
         f"cluster {work.cluster.name}",
         f"leave {name}.offload out, cut the section over more ranks (tp, pp), or give the nodes' memory in a"
         " cluster file (host: {memory_gib: ...}, for each device)",

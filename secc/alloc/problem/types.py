@@ -47,8 +47,9 @@ class Candidate:
       ep: number of parts that experts form, on the ranks that hold copies of the section.
       micro_batch_tokens: the most tokens of a micro-batch of several samples, 0 for any number; `micro_batch`
           are then the mean samples that they hold, and `sample_limit` is the most samples.
-      cp_per: what has one cp: the "section", or each "micro_batch", whose samples may then be dealt to its
-          ranks; `time_ns` counts all samples as divided.
+      cp_per: "section" divides every sample over the ranks of cp; "micro_batch" decides for each micro-batch
+          whether its ranks divide each sample or compute some samples whole. `time_ns` counts all samples as
+          divided.
       backward_parts: 2 where stages compute gradients of parameters apart, in idle time, else 1.
       offload: what lives in host memory: "none", "optimizer" states or frozen "weights".
       host_memory: bytes of host memory for a rank.

@@ -60,8 +60,8 @@ class DataNumbers:
         )
 
     def _find_filled_rows(self, node: fx.Node, args: Sequence[Any]) -> tuple[NumberSource, Any] | None:
-        """Returns whose rows a filled tensor has as its only dim, and its value: targets of class 0 for all
-        rows that a mask selects. None for other ops."""
+        """Returns the source of the number of entries of a filled 1-D tensor, and its value, such as class 0
+        for all rows that a mask selects. None for other ops, and for a number that is no count of rows."""
         if (places := _FILLED_OPS.get(cast(Any, node.target))) is None:
             return None
         sizes_at, value_at, value = places

@@ -17,8 +17,9 @@ from secc.errors import UserError
 from tests.alloc.problem.test_row_parts import LONG, build_long_workload
 
 
-def choose(lengths: list[int], *pins: str) -> tuple[Candidate, int, int]:
-    """The candidate of a section whose samples may be dealt, and the scheduled step before and after."""
+def choose_cp_per(lengths: list[int], *pins: str) -> tuple[Candidate, int, int]:
+    """Returns the section's candidate after the choice between dividing and dealing samples, and the
+    scheduled step before and after it, in ns."""
     work, parsed = build_long_workload(lengths), parse_pins([f"lm.{pin}" for pin in pins], ["lm"])
     work.graph.widths = StringAttr("own")
     problem = build_problem(work, 8, "auto", parsed)
@@ -34,14 +35,14 @@ def choose(lengths: list[int], *pins: str) -> tuple[Candidate, int, int]:
 
 
 def test_short_samples_are_dealt_where_the_step_is_shorter() -> None:
-    chosen, divided_ns, dealt_ns = choose(LONG, "cp=8")
+    chosen, divided_ns, dealt_ns = choose_cp_per(LONG, "cp=8")
     assert chosen.cp == 8 and chosen.cp_per == "micro_batch"
     assert dealt_ns < divided_ns
 
 
 def test_equal_long_samples_and_pinned_sections_are_divided() -> None:
-    assert choose([131_072] * 16, "cp=8")[0].cp_per == "section"
-    assert choose(LONG, "cp=8", "cp_per=section")[0].cp_per == "section"
+    assert choose_cp_per([131_072] * 16, "cp=8")[0].cp_per == "section"
+    assert choose_cp_per(LONG, "cp=8", "cp_per=section")[0].cp_per == "section"
 
 
 @pytest.mark.parametrize(
@@ -54,4 +55,4 @@ def test_equal_long_samples_and_pinned_sections_are_divided() -> None:
 )
 def test_what_cannot_be_dealt_is_refused(pins: tuple[str, ...], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        choose(LONG, *pins, "cp_per=micro_batch")
+        choose_cp_per(LONG, *pins, "cp_per=micro_batch")

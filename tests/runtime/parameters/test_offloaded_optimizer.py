@@ -100,14 +100,14 @@ def test_at_most_three_buckets_are_on_the_device() -> None:
             p.grad = torch.ones_like(p)
         offload.prefetch()
         offload.step()
-        offload.settle()
+        offload.wait_until_on_host()
         assert device_bytes(offload, params) == 0
     assert len(most) == 16 and max(most) == 3 * 4000
     assert all(state["exp_avg"].shape == (1000,) for state in offload.optimizer.state.values())
 
 
 class Counting(torch.optim.SGD):
-    """An optimizer whose learning rate depends on how often it has stepped."""
+    """An optimizer with a learning rate that depends on the number of its steps."""
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:

@@ -116,7 +116,7 @@ def with_memory_bound(draw: st.DrawFn, section: Section) -> Section:
 
 @st.composite
 def with_dealt_samples(draw: st.DrawFn, section: Section) -> Section:
-    """Draws a section whose samples are divided over its ranks of cp, or may be dealt to them."""
+    """Draws whether the ranks of cp divide every sample of a section, or may compute different samples."""
     if section.mesh.cp == 1 or section.mesh.ep > 1 or draw(st.booleans()):
         return section
     undivided = Cost(draw(cost_texts), draw(cost_texts), saved="10*B*S")
