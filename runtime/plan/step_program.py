@@ -93,6 +93,17 @@ class MicroBatch(NamedTuple):
 MicroBatchSets = Mapping[str, frozenset[int]]  # section name -> indices of micro-batches
 
 
+class MemoryExcess(NamedTuple):
+    """A rank that holds more between forward and backward than the plan has memory for: `samples` (positions
+    in the global batch) keep `held_bytes` in `sections`, `capacity_bytes` is what they may keep together."""
+
+    rank: int
+    sections: tuple[str, ...]
+    samples: tuple[int, ...]
+    held_bytes: int
+    capacity_bytes: int
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The micro-batches of each section and one program per rank, for one global batch.
@@ -101,6 +112,7 @@ class Schedule:
     forwards of the micro-batches `prefetchable`; `forward_ns` has the modelled time of each micro-batch of
     prefetching sections. In a step spliced with its neighbours, it did compute the forwards of `prefetched`,
     so they have no F here, and sample positions from `own_samples` on belong to the next global batch.
+    `over_memory` has what cannot be ordered within the ranks' memory.
     """
 
     micro_batches: dict[str, tuple[MicroBatch, ...]]
@@ -109,6 +121,7 @@ class Schedule:
     prefetched: MicroBatchSets = field(default_factory=dict[str, frozenset[int]])
     own_samples: int | None = None
     forward_ns: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
+    over_memory: tuple[MemoryExcess, ...] = ()
 
     def is_prefetched(self, section: str, micro: int) -> bool:
         """Returns whether the previous step has computed a micro-batch's forward."""

@@ -395,7 +395,9 @@ def splice_prefetch(plan: Plan, this: Schedule, own: int, then: Schedule | None,
         else own_micros
         for name, own_micros in this.micro_batches.items()
     }
-    return Schedule(micros, tuple(programs), prefetched=prefetched, own_samples=own)
+    return Schedule(
+        micros, tuple(programs), prefetched=prefetched, own_samples=own, over_memory=this.over_memory
+    )
 
 
 def _find_feeders(plan: Plan, prefetched: MicroBatchSets) -> frozenset[str]:

@@ -18,6 +18,7 @@ that owe none while the encoders drain.
    task. Pipeline replicas with a planned order are simulated one by one (`pipeline_replica_sim`) and the
    other sections separately (`decoupled_sim`). If the makespan is not close to the lower bound, other
    priority rules are tried, and then small changes (`order_search`), as long as the step is worth the time.
+   Where that order holds more than a rank has memory for, large samples are computed alone (`memory_bound`).
 4. *Programs* (`emit_programs`) follow that one global order of tasks. They cannot deadlock, because each task
    waits only for tasks before it.
 5. *Cross-step prefetch* (`cross_step_prefetch`). If the plan has memory for it, frozen upstream sections
@@ -42,7 +43,13 @@ from functools import cache, cached_property
 from secc.runtime.host.gc_control import pause_gc
 from secc.runtime.plan.schema import Plan, Section
 from secc.runtime.plan.section_graph import SectionGraph
-from secc.runtime.plan.step_program import MicroBatchSets, SampleMeta, Schedule, micro_batch_pairs
+from secc.runtime.plan.step_program import (
+    MemoryExcess,
+    MicroBatchSets,
+    SampleMeta,
+    Schedule,
+    micro_batch_pairs,
+)
 from secc.runtime.schedule import pipeline_order
 from secc.runtime.schedule.batch_packing import AssignedMicroBatches, SamplePositions
 from secc.runtime.schedule.cross_step_prefetch import (
@@ -53,6 +60,12 @@ from secc.runtime.schedule.cross_step_prefetch import (
 from secc.runtime.schedule.decoupled_sim import DecoupledSimulation
 from secc.runtime.schedule.emit_programs import emit_programs
 from secc.runtime.schedule.list_scheduler import simulate_tasks
+from secc.runtime.schedule.memory_bound import (
+    add_turns,
+    choose_samples_alone,
+    find_memory_excesses,
+    separate_samples,
+)
 from secc.runtime.schedule.micro_batches import MicroBatchComposer, MicroBatchTable
 from secc.runtime.schedule.order_search import MakespanBound, affordable_runs, improve_order, worthwhile_tries
 from secc.runtime.schedule.task_graph import MessagePairs, StepTasks, build_step_tasks, number_tasks
@@ -65,6 +78,7 @@ PRIORITY_RULE_TRIES = (
 # Time of planning a pipeline by another strategy, in the same unit, for each MAX_SIMULATED_REPLICAS replicas;
 # each of its moves estimates all of upstream.
 PIPELINE_ORDER_TRIES = 6
+ALONE_TRIES = 5  # orders with more and more samples alone: none in the first one, all in the last one
 UNREACHABLE_NS = 1 << 62  # as a lower bound: every makespan is good enough
 
 
@@ -73,7 +87,8 @@ class ScheduleCandidate:
     """One way to run the step, and its simulated makespan.
 
     `tables` has each section's micro-batches; `prefetchable` the micro-batches that the previous step may
-    compute. Replicas of `in_order_sections` run their forwards in the order of their micro-batches.
+    compute. Replicas of `in_order_sections` run their forwards in the order of their micro-batches;
+    `limited_sections` keep to their bytes although they may hold any number of micro-batches.
     `messages` are the pairs of micro-batches that exchange a tensor, and `task_ranges` the task numbers of
     each section. `task_order` lists all tasks by start time; `makespan` is in ns.
     """
@@ -82,6 +97,7 @@ class ScheduleCandidate:
     tables: dict[str, MicroBatchTable]
     prefetchable: MicroBatchSets
     in_order_sections: Container[str] = ()
+    limited_sections: Container[str] = ()
     task_order: list[int] = field(default_factory=list[int])
     makespan: int = 0
 
@@ -104,7 +120,12 @@ class ScheduleCandidate:
         it.
         """
         return build_step_tasks(
-            self.composer.plan, self.composer.graph, self.tables, self.messages, self.in_order_sections
+            self.composer.plan,
+            self.composer.graph,
+            self.tables,
+            self.messages,
+            self.in_order_sections,
+            limited=self.limited_sections,
         )
 
 
@@ -206,10 +227,51 @@ def _schedule_with_makespan(plan: Plan, samples: Sequence[SampleMeta], order: st
     composer = MicroBatchComposer(plan, samples, SectionGraph(plan))
     if order == "dataset":
         tables = composer.compose_in_dataset_order()
-        candidate = _build_candidate(composer, tables, tables)
-        return _emit_candidate(candidate), candidate.makespan
-    best = _find_candidate(composer, cache(composer.makespan_lower_bound))
-    return _emit_candidate(best), best.makespan
+        best = _build_candidate(composer, tables, tables)
+    else:
+        best = _find_candidate(composer, cache(composer.makespan_lower_bound))
+    best, over_memory = _bound_memory(best)
+    return replace(_emit_candidate(best), over_memory=over_memory), best.makespan
+
+
+def _bound_memory(candidate: ScheduleCandidate) -> tuple[ScheduleCandidate, tuple[MemoryExcess, ...]]:
+    """Returns a candidate that keeps all ranks within memory, with no excess, or the last one that was tried
+    with what it exceeds."""
+    plan, alone = candidate.composer.plan, set[int]()
+    for count in range(ALONE_TRIES + 1):
+        excesses = find_memory_excesses(plan, candidate.tables, candidate.task_ranges, candidate.task_order)
+        if not excesses or count == ALONE_TRIES or any(s.whole_batch for s in plan.sections):
+            break
+        if count:
+            more = choose_samples_alone(plan, candidate.tables, excesses, alone)
+            if more == alone:
+                break
+            alone = more if count < ALONE_TRIES - 1 else set(range(candidate.composer.sample_count))
+        candidate = _build_with_alone(candidate, alone)
+    return candidate, excesses
+
+
+def _build_with_alone(candidate: ScheduleCandidate, alone: set[int]) -> ScheduleCandidate:
+    """Returns the step of a candidate's micro-batches with the samples `alone` computed one after the other,
+    behind all other samples (`memory_bound`), and every section limited to its bytes."""
+    composer, plan = candidate.composer, candidate.composer.plan
+    tables: dict[str, MicroBatchTable] = {}
+    turns: dict[str, list[int]] = {}
+    for s in plan.sections:
+        table, start_times = candidate.tables[s.name], [0] * composer.sample_count
+        for m, start in zip(table.micro_batches, table.critical_start_ns, strict=True):
+            for p in m.samples:
+                start_times[p] = start
+        cut, turns[s.name] = separate_samples(s, table.micro_batches, alone)
+        tables[s.name] = composer.build_table(s, cut, start_times)
+    prefetchable = select_prefetched(plan, composer.graph, tables, composer.samples)
+    limited = frozenset(s.name for s in plan.sections if s.room_bytes)
+    rebuilt = ScheduleCandidate(
+        composer, without_prefetched_time(tables, prefetchable), prefetchable, limited_sections=limited
+    )
+    add_turns(plan, rebuilt.step_tasks, tables, turns)
+    rebuilt.task_order, _, rebuilt.makespan, _ = simulate_tasks(rebuilt.step_tasks.graph)
+    return rebuilt
 
 
 def _find_candidate(composer: MicroBatchComposer, lower_bound: MakespanBound) -> ScheduleCandidate:

@@ -104,11 +104,13 @@ def build_step_tasks(
     messages: MessagePairs,
     in_order: Container[str],
     without: Container[str] = (),
+    limited: Container[str] = (),
 ) -> StepTasks:
     """Builds the task graph of these micro-batches, with priorities.
 
     Replicas of the sections `in_order` run their forwards in the order of their micro-batches. Sections in
-    `without` and their messages are left out.
+    `without` and their messages are left out. Those in `limited` keep to their bytes even if they may hold
+    any number of micro-batches.
     """
     step = StepTasks(TaskGraph(plan.world_size), number_tasks(plan, graph, tables, without))
     extra_ranks = shared_extra_ranks(tuple(s.mesh for s in graph.topological_order))
@@ -122,11 +124,16 @@ def build_step_tasks(
     step.graph.priority = _prioritize_tasks(graph, step, tables, in_order)
     for stages in plan.pipelines.values():
         if stages[0].name not in without:
-            _bind_stages(step, tables, stages)
+            _bind_stages(step, tables, stages, limited)
     return step
 
 
-def _bind_stages(step: StepTasks, tables: Mapping[str, MicroBatchTable], stages: Sequence[Section]) -> None:
+def _bind_stages(
+    step: StepTasks,
+    tables: Mapping[str, MicroBatchTable],
+    stages: Sequence[Section],
+    limited: Container[str],
+) -> None:
     """Binds the stages of a pipeline: one order of micro-batches, and their in-flight limits."""
     task_ranges = [step.ranges[s.name] for s in stages]
     for earlier, later in pairwise(task_ranges):
@@ -141,13 +148,18 @@ def _bind_stages(step: StepTasks, tables: Mapping[str, MicroBatchTable], stages:
                 step.graph.add_dependency(a, b)
         step.graph.follow_order(first, second)
     for section, stage_tasks in zip(stages, task_ranges, strict=True):
-        if section.in_flight and stage_tasks.release_start not in (-1, stage_tasks.forward_start):
+        is_limited = section.in_flight or section.name in limited
+        if is_limited and stage_tasks.release_start not in (-1, stage_tasks.forward_start):
             takes, gives = (
                 range(start, start + stage_tasks.count)
                 for start in (stage_tasks.forward_start, stage_tasks.release_start)
             )
             step.graph.limit_in_flight(
-                section.in_flight, takes, gives, section.room_bytes, tables[section.name].saved_bytes
+                section.in_flight or stage_tasks.count,
+                takes,
+                gives,
+                section.room_bytes,
+                tables[section.name].saved_bytes,
             )
 
 

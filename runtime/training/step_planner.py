@@ -14,11 +14,13 @@ from itertools import groupby
 from typing import Protocol
 
 from secc.runtime.data.data_plane import DataPlane, GlobalBatch
+from secc.runtime.errors import UserError
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
 from secc.runtime.plan.dealt_samples import DealtMicroBatches
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta, Schedule
 from secc.runtime.schedule.cross_step_prefetch import splice_prefetch
+from secc.runtime.schedule.memory_bound import EXCESS_REMEDY, describe_excess
 from secc.runtime.schedule.scheduler import ScheduleCache
 from secc.runtime.validation.full_check import check_schedule
 
@@ -78,9 +80,13 @@ def _plan_step(
     """Plans the step of `batch`; `then` is the next batch if sections may prefetch it. The first step of a
     run has nothing prefetched, the last one prefetches nothing.
 
-    If the schedule is the same object as in the step `before`, it has been checked already.
+    If the schedule is the same object as in the step `before`, it has been checked already. Raises UserError
+    for samples that a rank has no memory for.
     """
     alone = context.schedule_batch(batch.samples)
+    if alone.over_memory:
+        found = describe_excess(alone.over_memory[0], batch.samples)
+        raise UserError(f"step {batch.step + 1}: {found}", remedy=EXCESS_REMEDY)
     next_schedule = context.schedule_batch(then.samples) if then is not None else None
     schedule = splice_prefetch(
         context.plan, alone, len(batch.samples), next_schedule, warm=batch.step > first

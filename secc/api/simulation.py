@@ -12,6 +12,7 @@ from secc.bounds.work import BatchWork
 from secc.errors import UserError
 from secc.report.text_table import TextTable
 from secc.runtime.plan.schema import Plan
+from secc.runtime.schedule.memory_bound import EXCESS_REMEDY, describe_excess
 from secc.runtime.schedule.scheduler import SCHEDULE_ORDERS
 from secc.simulate.events import SimulatedStep
 from secc.simulate.global_batches import load_global_batches
@@ -24,12 +25,16 @@ _DRAW, _COMPARE, _READ_IR = "draw samples", "compare with the bounds", "read the
 
 @dataclass(frozen=True)
 class SimulatedPlan:
-    """Simulated steps, their mean measures, those of the first step, and the baselines' best layouts."""
+    """Simulated steps, their mean measures, those of the first step, and the baselines' best layouts.
+
+    warnings: which samples a run refuses because no rank has the memory for them.
+    """
 
     steps: Sequence[SimulatedStep]
     measures: StepMeasures
     first_measures: StepMeasures
     baselines: Mapping[str, BaselineResult]
+    warnings: Sequence[str]
 
 
 def simulation_stages(baselines: Sequence[str]) -> tuple[str, ...]:
@@ -68,6 +73,11 @@ def simulate_plan(
         raise UserError(
             f"the plan cannot be simulated: {error}", str(directory), "compile with tp=1 and pp=1"
         ) from None
+    warnings = [
+        f"secc run refuses batch {number}: {describe_excess(excess, samples)}; {EXCESS_REMEDY}"
+        for number, (samples, step) in enumerate(zip(batches, simulated, strict=True), 1)
+        for excess in step.schedule.over_memory[:1]
+    ]
     show(_COMPARE)
     measures = [measure_step(step) for step in simulated]
     own = [step.samples[: step.schedule.own_samples] for step in simulated]
@@ -79,7 +89,7 @@ def simulate_plan(
         for name in baselines:
             show(_baseline_stage(name))
             found[name] = comparison.find_best(name, own)
-    return SimulatedPlan(simulated, measured, measures[0], found)
+    return SimulatedPlan(simulated, measured, measures[0], found, warnings)
 
 
 def measured_facts(m: StepMeasures, steps: int, planned_s: float | None) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from secc.cli.compile import JSON_OPTION
-from secc.cli.console import out, print_json, print_table, show_progress, styled
+from secc.cli.console import err, out, print_json, print_table, show_progress, styled
 from secc.cli.explain import PLAN_ARGUMENT
 
 if TYPE_CHECKING:
@@ -64,8 +64,10 @@ def command(
             plan, loaded, steps=steps, seed=seed, shuffle=shuffle, order=order, baselines=names, show=show
         )
         _write_outputs(found.steps, found.first_measures, trace, draw)
+    for warning in found.warnings:
+        err.print(f"warning: {warning}")
     if json:
-        print_json(simulation_json(found.measures, found.baselines))
+        print_json(simulation_json(found.measures, found.baselines) | {"warnings": list(found.warnings)})
         return
     _print_step(found.steps[0], found.measures, steps, loaded.predicted_step_s)
     if found.baselines:
