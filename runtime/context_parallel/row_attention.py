@@ -41,7 +41,7 @@ def attention_rule(mode: RowMode, func: Any, args: list[Any], kwargs: dict[str, 
         mark_of(query),
         {k: v for k, v in given.items() if k in ("scale", "enable_gqa") and v is not None},
     )
-    if mark is None or mark.dim != query.ndim - 2 or not mark.is_plain:
+    if mark is None or mark.dim != query.ndim - 2 or not mark.is_plain or query.ndim < key.ndim:
         return mode.gather_for(func, args, kwargs)
     if mode.attention == "ulysses" and not given.get("dropout_p"):
         exchanged = _exchange_heads(mode, query, key, value, mask)

@@ -98,9 +98,10 @@ class RowMode(TorchFunctionMode):
         """Returns the rows of a whole tensor that match `mark`, marked."""
         return set_mark(row_exchange.take_rows(whole, mark, self.group.index), mark)
 
-    def gather(self, values: Any) -> Any:
+    def gather(self, values: Any, contiguous: bool = False) -> Any:
         """Returns nested values with whole tensors for those that hold rows, in one exchange where that is
-        possible. Of tensors that repeat entries, only what they repeat is exchanged."""
+        possible, `contiguous` in memory if asked. Of tensors that repeat entries, only what they repeat is
+        exchanged."""
         found = list({id(t): t for t in marked_tensors(values)}.values())
         if not found:
             return values
@@ -110,6 +111,8 @@ class RowMode(TorchFunctionMode):
         whole = {
             id(t): g if r is None else r.rebuild(g) for t, r, g in zip(found, repeats, gathered, strict=True)
         }
+        if contiguous:
+            whole = {key: t.contiguous() for key, t in whole.items()}
         return tree_map(lambda t: whole.get(id(t), t) if isinstance(t, torch.Tensor) else t, values)
 
     def count_gathered(self, name: str) -> None:
@@ -117,9 +120,11 @@ class RowMode(TorchFunctionMode):
         self.gathered[name] += 1
 
     def gather_for(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs a function on gathered tensors: right for every function, but each rank does all its work."""
+        """Runs a function on gathered tensors: right for every function, but each rank does all its work.
+
+        Views may depend on the order in memory, so gathered tensors are contiguous."""
         self.count_gathered(getattr(func, "__name__", str(func)))
-        args, kwargs = self.gather((list(args), kwargs))
+        args, kwargs = self.gather((list(args), kwargs), contiguous=True)
         return func(*args, **kwargs)
 
     def run_opaque(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

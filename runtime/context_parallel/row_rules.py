@@ -71,9 +71,16 @@ def find_rule(func: Any) -> RowRule:
 
 def gathering_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
     """Functions without a rule."""
-    if "out" in kwargs:
+    if "out" in kwargs or _writes_if_asked(func, args, kwargs):
         return refusing_rule(mode, func, args, kwargs)
     return mode.gather_for(func, args, kwargs)
+
+
+def _writes_if_asked(func: Any, args: Arguments, kwargs: Named) -> bool:
+    """Whether a function of torch.nn.functional is called with `inplace`."""
+    if not inspect.isfunction(func) or "inplace" not in (parameters := inspect.signature(func).parameters):
+        return False
+    return bool(_argument(args, kwargs, list(parameters).index("inplace"), "inplace", False))
 
 
 def refusing_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
@@ -180,6 +187,13 @@ def first_argument_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named
     if mark_of(args[0]) is None:
         return func(*args, **kwargs)
     return _mark_all(func(*args, **kwargs), _require_mark(args[0]))
+
+
+def prelu_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
+    """prelu, entry by entry if it has one weight and not one for each entry of dim 1."""
+    weight = _argument(args, kwargs, 1, "weight")
+    rule = elementwise_rule if weight.numel() == 1 else gathering_rule
+    return rule(mode, func, args, kwargs)
 
 
 def dropout_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
@@ -460,13 +474,21 @@ def index_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
         return mode.gather_for(func, args, kwargs)
     if whole[mark.dim] != mark.whole_size:
         return mode.gather_for(func, args, kwargs)
-    return set_mark(torch.gather(tensor, dim, _match_exactly(mode, index, mark)), mark)
+    own = _match_exactly(mode, index, mark)
+    if function_name(func) == "take_along_dim":  # counts negative indices from the end
+        return set_mark(torch.take_along_dim(tensor, own, dim), mark)
+    return set_mark(torch.gather(tensor, dim, own), mark)
 
 
 def repeat_interleave_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
-    mark = _require_mark(args[0])
+    mark = mark_of(args[0])
     times, dim = _argument(args, kwargs, 1, "repeats"), _argument(args, kwargs, 2, "dim")
-    if not isinstance(times, int) or not isinstance(dim, int) or dim % args[0].ndim == mark.dim:
+    if (
+        mark is None
+        or not isinstance(times, int)
+        or not isinstance(dim, int)
+        or dim % args[0].ndim == mark.dim
+    ):
         return mode.gather_for(func, args, kwargs)
     out = set_mark(func(*args, **kwargs), mark)
     repeat: Callable[[torch.Tensor], torch.Tensor] = lambda t: func(t, *args[1:], **kwargs)  # noqa: E731
@@ -560,12 +582,12 @@ def einsum_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any
 
 
 def along_dim_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
-    """Functions that mix or reduce along dims, given as the second argument or as `dim`."""
+    """Functions of one tensor that mix or reduce along dims."""
     mark, tensor = mark_of(args[0]), args[0]
-    given = next((kwargs[n] for n in ("dim", "axis") if n in kwargs), args[1] if len(args) > 1 else None)
-    dims = [given] if isinstance(given, int) else list(given) if isinstance(given, tuple | list) else None
-    if mark is None or dims is None or mark.dim in [d % tensor.ndim for d in dims] or "out" in kwargs:
-        return mode.gather_for(func, args, kwargs)
+    dims = _given_dims(function_name(func), args, kwargs)
+    others = [t for t in (*args[1:], *kwargs.values()) if isinstance(t, torch.Tensor)]
+    if mark is None or others or not dims or mark.dim in [d % tensor.ndim for d in dims]:
+        return gathering_rule(mode, func, args, kwargs)
     gone = sum(d % tensor.ndim < mark.dim for d in dims)
 
     def mark_result(t: Any) -> Any:
@@ -576,12 +598,23 @@ def along_dim_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> 
     return tree_map(mark_result, func(*args, **kwargs))
 
 
+def _given_dims(name: str, args: Arguments, kwargs: Named) -> list[int] | None:
+    """Returns the dims that a function along dims is called with; None where they are left out, as they then
+    may be all, or the last."""
+    place = _PLACES_OF_DIMS.get(name, 1)
+    given = next((kwargs[n] for n in ("dim", "axis", "dims") if n in kwargs), None)
+    if given is None and len(args) > place:
+        given = args[place:] if name == "flip" and isinstance(args[place], int) else args[place]
+    if isinstance(given, int) and not isinstance(given, bool):  # std(True): unbiased
+        return [given]
+    return list(given) if isinstance(given, tuple | list) else None
+
+
 def sum_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
     """sum, over ranks too where it runs along the rows."""
     mark, tensor = _require_mark(args[0]), args[0]
-    given = next((kwargs[n] for n in ("dim", "axis") if n in kwargs), args[1] if len(args) > 1 else None)
-    dims = [given] if isinstance(given, int) else list(given) if given else None
-    if dims is not None and mark.dim not in [d % tensor.ndim for d in dims]:
+    dims = _given_dims("sum", args, kwargs)
+    if dims and mark.dim not in [d % tensor.ndim for d in dims]:
         return along_dim_rule(mode, func, args, kwargs)
     if tensor.is_floating_point() or tensor.dtype == torch.int64:
         return sum_over_ranks(func(*args, **kwargs), mode.group)
@@ -591,8 +624,7 @@ def sum_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
 def mean_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
     """mean, over ranks too where it runs along the rows."""
     mark, tensor = _require_mark(args[0]), args[0]
-    given = next((kwargs[n] for n in ("dim", "axis") if n in kwargs), args[1] if len(args) > 1 else None)
-    dims = [given] if isinstance(given, int) else list(given) if given else list(range(tensor.ndim))
+    dims = _given_dims("mean", args, kwargs) or list(range(tensor.ndim))
     if mark.dim not in [d % tensor.ndim for d in dims]:
         return along_dim_rule(mode, func, args, kwargs)
     count = prod(mode.whole_shape(tensor)[d] for d in dims)
@@ -734,7 +766,7 @@ ELEMENTWISE_FUNCTIONS = (
     "greater_equal", "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or",
     "bitwise_not", "bitwise_xor", "isnan", "isinf", "isfinite", "isclose", "nan_to_num", "rsub",
     "logaddexp", "hypot", "relu", "relu6", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu",
-    "prelu", "softplus", "softsign", "hardswish", "hardsigmoid", "hardtanh", "logsigmoid", "tanhshrink",
+    "softplus", "softsign", "hardswish", "hardsigmoid", "hardtanh", "logsigmoid", "tanhshrink",
     "threshold", "sinc", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__",
     "__rtruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__",
     "__neg__", "__pos__", "__abs__", "__invert__", "__and__", "__rand__", "__or__", "__ror__", "__xor__",
@@ -761,6 +793,7 @@ POINTWISE_LOSS_FUNCTIONS = (
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
     "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss", "poisson_nll_loss",
 )
+_PLACES_OF_DIMS = dict.fromkeys(("topk", "norm", "vector_norm", "normalize", "diff", "roll"), 2)  # others: 1
 DROPOUT_FUNCTIONS = ("dropout", "alpha_dropout", "feature_dropout", "dropout1d")
 # fmt: on
 FUNCTION_RULES: dict[str, RowRule] = {
@@ -772,6 +805,7 @@ FUNCTION_RULES: dict[str, RowRule] = {
     **dict.fromkeys(UNCHANGED_FUNCTIONS, unchanged_rule),
     **dict.fromkeys(ELEMENTWISE_FUNCTIONS, elementwise_rule),
     **dict.fromkeys(FIRST_ARGUMENT_FUNCTIONS, first_argument_rule),
+    "prelu": prelu_rule,
     **dict.fromkeys(DROPOUT_FUNCTIONS, dropout_rule),
     "__setitem__": setitem_rule,
     "view": view_rule,

@@ -140,5 +140,14 @@ def without_cache(unit: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     does not read them."""
     if getattr(unit, "_can_checkpoint_with_cache", False):
         return kwargs
-    dropped = {name: None for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None}
+    dropped = {
+        name: None
+        for name, value in kwargs.items()
+        if value is not None and (name in _CACHE_ARGUMENTS or _is_cache(value))
+    }
     return kwargs | dropped | ({"use_cache": False} if kwargs.get("use_cache") else {})
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether a value is one of transformers' caches; since its version 5.24, layers get it as `cache`."""
+    return any(c.__module__ == "transformers.cache_utils" for c in type(value).__mro__)
