@@ -793,7 +793,9 @@ POINTWISE_LOSS_FUNCTIONS = (
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
     "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss", "poisson_nll_loss",
 )
-_PLACES_OF_DIMS = dict.fromkeys(("topk", "norm", "vector_norm", "normalize", "diff", "roll"), 2)  # others: 1
+_PLACES_OF_DIMS: dict[str, int] = {  # others: 1
+    name: 2 for name in ("topk", "norm", "vector_norm", "normalize", "diff", "roll")
+}
 DROPOUT_FUNCTIONS = ("dropout", "alpha_dropout", "feature_dropout", "dropout1d")
 # fmt: on
 FUNCTION_RULES: dict[str, RowRule] = {
