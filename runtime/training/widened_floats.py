@@ -86,6 +86,9 @@ class _WidenedOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            # autograd asks for a device while it holds the lock of a leaf, which a cast would wait for forever
+            return func(*args, **kwargs)
         if any(map(self._is_narrow, args)) or any(map(self._is_narrow, kwargs.values())):
             args, kwargs = tree_map(partial(self._widen, func._schema.is_mutable), (args, kwargs))
         if func is _GROUPED_MM and args[0].is_meta:  # torch knows its shapes for bfloat16 only

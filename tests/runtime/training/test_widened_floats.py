@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from secc.runtime.training.widened_floats import widened_floats
 
@@ -33,3 +35,12 @@ def test_grouped_products_which_torch_lacks_in_float64_are_computed_group_by_gro
             assert parameter.grad is not None
             torch.testing.assert_close(parameter.grad, gradient.double(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found.detach(), wanted.detach())
+
+
+@pytest.mark.timeout(60)
+def test_views_of_parameters_without_values_do_not_wait_for_their_own_lock() -> None:
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.zeros(4, 8))
+        with widened_floats(nn.Module(), torch.float64):
+            row = parameter[None]
+    assert row.shape == (1, 4, 8) and row.requires_grad
