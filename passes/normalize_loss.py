@@ -22,7 +22,6 @@ from secc.ir.dialect.ops import (
     CallOp,
     CaseOp,
     Computation,
-    GlueOp,
     InputOp,
     LeafOp,
     OutputOp,
@@ -33,17 +32,23 @@ from secc.ir.dialect.ops import (
     strings_of,
 )
 from secc.ir.dialect.readable_names import ACCEPTED_ATTRIBUTE, LOGGED_ATTRIBUTE
-from secc.ir.dialect.tensor_type import TensorType, tensor_type
+from secc.ir.dialect.tensor_type import tensor_type
 from secc.ir.text_io.verifier import source_line
 from secc.passes.loss.approximations import check_approximations, describe_accepted
 from secc.passes.loss.batch_statistics import name_statistic
 from secc.passes.loss.buffer_constants import copy_for_leaf
-from secc.passes.loss.coefficient import SCALAR_TYPE, UNIT_COEFFICIENT, Coefficient, CoefficientEmitter
+from secc.passes.loss.coefficient import (
+    SCALAR_TYPE,
+    UNIT_COEFFICIENT,
+    Coefficient,
+    CoefficientEmitter,
+    LeafFactor,
+)
 from secc.passes.loss.gathered_rows import check_gathered, check_names, declare_all_samples
 from secc.passes.loss.logged_scalars import LOGGED_PREFIX, find_logged, find_outputs
 from secc.passes.loss.loss_context import LossContext
 from secc.passes.loss.loss_walk import ops_behind, walk_loss
-from secc.passes.loss.numerators import SAMPLE_COUNT_SYMBOL, make_numerator
+from secc.passes.loss.numerators import SAMPLE_COUNT_SYMBOL, Share, as_scalar, make_numerator
 from secc.passes.loss.term_names import (
     CONSTANT_TERM,
     StructureDigests,
@@ -125,10 +130,10 @@ class NormalizeLoss(ModulePass):
         names, structure = TermNames(), StructureDigests()
         keys = [part_identities(f.parts, structure) for f in found]
         one = len({key for known in keys for key in known}) == 1
-        shares = _symbols_of_shares(found, keys)
+        shares = _find_shares(found, keys, structure)
         coefficients = [
-            _rewrite_case(f, known, shares, names, structure, "loss" if one else None)
-            for f, known in zip(found, keys, strict=True)
+            _rewrite_case(f, known, own, names, structure, "loss" if one else None)
+            for f, known, own in zip(found, keys, shares, strict=True)
         ]
         _require_equal_coefficients(found, coefficients)
         _require_rows_of_all_samples(found)
@@ -155,26 +160,54 @@ def _find_case_terms(case: CaseOp, context: LossContext, state: ValueState) -> C
     return CaseTerms(case, context, kept, float(sum(constants)), {})
 
 
-def _symbols_of_shares(
-    found: list[CaseTerms], keys: list[list[tuple[object, ...]]]
-) -> dict[tuple[object, ...], str]:
-    """For parts that parameters alone decide, or a block that takes all samples, and that only samples with
-    some optional input have (the weight of a task): the number of rows of this input. They count once for the
-    batch if some sample has it."""
-    shares = dict[tuple[object, ...], str]()
-    for f, known in zip(found, keys, strict=True):
+def _find_shares(
+    found: list[CaseTerms], keys: list[list[tuple[object, ...]]], structure: StructureDigests
+) -> list[dict[tuple[object, ...], Share]]:
+    """Finds what gives micro-batches of each case their shares of parts that count once for the batch if some
+    sample has an optional input: parts that parameters alone decide (the weight of a task), or that a block
+    computes from all samples. It is the number of rows of such an input, which has none of samples without
+    it. If every input has rows of all samples of a micro-batch, it is a divisor of the same cases that adds
+    up over samples."""
+    shares: list[dict[tuple[object, ...], Share]] = [{} for _ in found]
+    for i, (f, known) in enumerate(zip(found, keys, strict=True)):
         for key, part in zip(known, f.parts, strict=True):
-            once = depends_on_parameters_alone(part) or _is_of_whole_batch(f.context, part)
-            if key in shares or not once:
+            if not (depends_on_parameters_alone(part) or _is_of_whole_batch(f.context, part)):
                 continue
-            having = {i for i, other in enumerate(keys) if key in other}
+            having = {j for j, other in enumerate(keys) if key in other}
             rows = (
                 _rows_symbol(f.context, optional)
                 for optional in sorted(f.pattern)
-                if having == {i for i, other in enumerate(found) if optional in other.pattern}
+                if having == {j for j, other in enumerate(found) if optional in other.pattern}
             )
-            shares[key] = next(filter(None, rows), SAMPLE_COUNT_SYMBOL)
+            symbol = next((r for r in rows if r not in ("", SAMPLE_COUNT_SYMBOL)), SAMPLE_COUNT_SYMBOL)
+            shares[i][key] = symbol
+            if symbol == SAMPLE_COUNT_SYMBOL and len(having) < len(found):
+                shares[i][key] = _divisor_of_cases(found, having, i, structure) or symbol
     return shares
+
+
+def _divisor_of_cases(
+    found: list[CaseTerms], having: set[int], case: int, structure: StructureDigests
+) -> LeafFactor | None:
+    """The first divisor of the parts of a case that adds up over samples, and that the cases `having` have
+    and no others."""
+    divisors = [
+        {
+            structure.digest_value(factor.value): factor
+            for part in f.parts
+            for factor, power in part.coefficient.factors
+            if isinstance(factor, LeafFactor) and power < 0
+        }
+        for f in found
+    ]
+    return next(
+        (
+            factor
+            for digest, factor in divisors[case].items()
+            if having == {j for j, other in enumerate(divisors) if digest in other}
+        ),
+        None,
+    )
 
 
 def _is_of_whole_batch(context: LossContext, part: SumPart) -> bool:
@@ -202,7 +235,7 @@ def _source_line_of(value: SSAValue) -> str:
 def _rewrite_case(
     found: CaseTerms,
     keys: list[tuple[object, ...]],
-    shares: dict[tuple[object, ...], str],
+    shares: dict[tuple[object, ...], Share],
     names: TermNames,
     structure: StructureDigests,
     only: str | None,
@@ -217,7 +250,7 @@ def _rewrite_case(
         key = structure.digest_value(value)
         if key not in leaves:
             name = StringAttr(names.name_leaf(key, current))
-            scalar = copy_for_leaf(shop, _as_scalar(found.context, value))
+            scalar = copy_for_leaf(shop, as_scalar(found.context, value))
             leaves[key] = shop.add_op(
                 LeafOp.create(operands=[scalar], result_types=[SCALAR_TYPE], properties={"sym": name})
             ).results[0]
@@ -306,22 +339,11 @@ def _where_property(part: SumPart) -> dict[str, StringAttr]:
 
 
 def _scalar_numerator(
-    context: LossContext, part: SumPart, shared_by: str = SAMPLE_COUNT_SYMBOL
+    context: LossContext, part: SumPart, shared_by: Share = SAMPLE_COUNT_SYMBOL
 ) -> tuple[SSAValue, Coefficient]:
     """The number that adds up over samples, and its coefficient."""
     value, coefficient = make_numerator(context, part, shared_by)
-    return _as_scalar(context, value), coefficient
-
-
-def _as_scalar(context: LossContext, value: SSAValue) -> SSAValue:
-    """A value of one entry without dims."""
-    type = tensor_type(value)
-    if not type.dims:
-        return value
-    flat = TensorType.from_dims([], type.dtype.data, type.requires_grad)
-    return context.pending.add_op(
-        GlueOp.create_call("aten.reshape.default", [value], "$0, []", [flat])
-    ).results[0]
+    return as_scalar(context, value), coefficient
 
 
 def _commit_terms(found: CaseTerms, terms: list[Operation]) -> None:

@@ -87,7 +87,7 @@ class _WidenedOps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
-            # autograd asks for a device while it holds the lock of a leaf, which a cast would wait for forever
+            # Autograd asks for a device while it holds the lock of a leaf; a cast would wait for this lock.
             return func(*args, **kwargs)
         if any(map(self._is_narrow, args)) or any(map(self._is_narrow, kwargs.values())):
             args, kwargs = tree_map(partial(self._widen, func._schema.is_mutable), (args, kwargs))

@@ -117,6 +117,10 @@ def test_a_weight_counts_once_if_any_sample_has_the_labels_of_its_task() -> None
     assert len({t.name for t in terms if t.name.startswith("constant")}) == 2
 
 
+def test_a_weight_counts_once_if_samples_without_its_task_have_rows_of_zeros() -> None:
+    assert [t.name for t in compiled("flagged_task").plan.terms].count("constant") == 1
+
+
 def test_samples_may_be_tuples_and_a_number_of_them_an_integer() -> None:
     compiled("graphs")
 
@@ -166,6 +170,7 @@ def test_python_may_pad_the_narrower_of_two_inputs() -> None:
 NAMES = ["listed", "boxes", "per_sample", "kept", "chunked_loss", "task_heads"]
 MORE_NAMES = [
     "weighted_tasks",
+    "flagged_task",
     "graphs",
     "ragged_reader",
     "writes_argument",
