@@ -284,6 +284,7 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, outside_lay
     name, blocks = section.sym.data, graph.blocks
     recomputed = selectively_recomputed_blocks(graph, strings_of(section.blocks))
     ops_by_case = [ops for case in graph.cases if (ops := ops_in_section(case, name))]
+    dtype = _compute_dtype([op for ops in ops_by_case for op in ops if isinstance(op, CallOp)])
     if outside_layers:
         ops_by_case = [[op for op in ops if not _runs_layers(op, blocks)] for ops in ops_by_case]
     cases = [_accumulate_case(graph, blocks, ops, recomputed) for ops in ops_by_case]
@@ -309,7 +310,7 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, outside_lay
         trainable=trainable,
         param_bytes=param_bytes,
         trainable_bytes=trainable_bytes,
-        dtype=_compute_dtype(calls),
+        dtype=dtype,
         label=_section_label(calls),
         recompute=recompute_costs([case.recompute for case in cases]) if has_backward else {},
         layers=max((case.layers for case in cases), default=0),

@@ -60,3 +60,18 @@ def test_section_cost_includes_fused_losses(ops: dict[str, GlueOp]) -> None:
     sizes = {"N": 10}
     assert size_expr.evaluate_size(size_expr.parse_expr(cost.flops), sizes) == 10 * 1000 * (8 * 64 + 2 * 128)
     assert size_expr.evaluate_size(size_expr.parse_expr(cost.backward_flops), sizes) == 10 * 1000 * 6 * 64
+
+
+def test_a_fused_head_outside_of_layers_computes_in_the_dtype_of_its_section() -> None:
+    """Else stages would be cut as if the head ran at the rate of float32, a sixteenth of that of bfloat16."""
+    block = '  sec.block "layers" class "L" params 1000 trainable 1000\n'
+    call = (
+        '    %h = sec.call "layers" (%x) args "$0" outs [""] in @s {layers = 4 : i64} '
+        ": !sec.tensor<[N, 64], bf16, grad>\n"
+    )
+    text = TEXT.replace("  sec.section", f"{block}  sec.section").replace("    %a, %b", f"{call}    %a, %b")
+    graph = graph_of(
+        parse_module(text.replace("blocks []", 'blocks ["layers"]').replace("(%x, %w", "(%h, %w"))
+    )
+    outside = section_cost(graph, graph.sections[0], outside_layers=True)
+    assert (outside.dtype, section_cost(graph, graph.sections[0]).dtype) == ("bf16", "bf16")
