@@ -37,6 +37,7 @@ from secc.alloc.problem.whole_batch import pin_whole_batches
 from secc.alloc.refine import prefetch_memory
 from secc.alloc.refine.dealt_sections import deal_where_shorter
 from secc.alloc.refine.in_flight_limits import in_flight_limit, undivided_limit
+from secc.alloc.refine.interleaved_sections import interleave_where_shorter
 from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory
@@ -108,14 +109,12 @@ class Allocate(ModulePass):
             return _write_allocation(graph, *found)
         solved = self.solve_closed_form(graph)
         won = self.refine_solution(solved)
-        problem, won = deal_where_shorter(
-            PlanEvaluator(solved.work, solved.problem, solved.run_ahead),
-            won,
-            assign_ranks(solved.problem, won.assignment),
-            solved.pins,
-            MULTI_RANK_MARGIN,
-        )
-        _write_allocation(graph, replace(solved, problem=problem), won)
+        ranks = assign_ranks(solved.problem, won.assignment)
+        for choose in (deal_where_shorter, interleave_where_shorter):
+            evaluator = PlanEvaluator(solved.work, solved.problem, solved.run_ahead)
+            problem, won = choose(evaluator, won, ranks, solved.pins, MULTI_RANK_MARGIN)
+            solved = replace(solved, problem=problem)
+        _write_allocation(graph, solved, won)
 
     def solve_closed_form(self, graph: GraphOp) -> SolvedAllocation:
         """The best plan by closed forms. Raises UserError where nothing fits, and for options that are not
@@ -417,6 +416,11 @@ def _write_section(
         "forward_ns": StringAttr(forward_ns),
         "backward_ns": StringAttr(backward_ns),
     } | {key: int_attr(n) for key, n in (("cp", chosen.cp), ("ep", chosen.ep)) if n > 1}
+    if chosen.chunks > 1:
+        load.section.attributes |= {
+            "chunks": int_attr(chosen.chunks),
+            "placement": StringAttr(chosen.placement),
+        }
     if rank.row_attention != "gather":
         load.section.attributes["row_attention"] = StringAttr(rank.row_attention)
     if chosen.micro_batch_tokens:

@@ -157,6 +157,7 @@ def _find_flows(work: Workload, group: Mapping[str, str]) -> list[EdgeTraffic]:
 def _pipeline_chain(work: Workload, load: SectionLoad, section: SectionOp, group: str) -> PipelineTraffic:
     """Traffic between neighbouring stages: the input of a layer, and its gradient."""
     size = _step_total(work, load, load.cost.layer_input_bytes) // max(1, load.cost.layers)
+    size *= _mesh_size(section, "chunks")  # each passes all ranks
     return PipelineTraffic(
         group,
         _mesh_size(section, "pp"),

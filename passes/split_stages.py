@@ -1,4 +1,5 @@
-"""`split-stages`: replaces a section with `pp` above 1 by that many sections, its pipeline stages.
+"""`split-stages`: replaces a section with `pp` above 1 by that many sections, its pipeline stages, or by a
+multiple with several `chunks` of layers on each rank.
 
 The section's calls (`secc.passes.boundaries.stage_cuts`) are divided so that the longest stage is as short as
 possible by the cost model, then so that few bytes cross: with a heavy head the last stage has fewer layers.
@@ -30,6 +31,7 @@ from secc.alloc.problem.candidates import (
     build_workload,
     compute_rank_load,
     in_flight_alternating,
+    least_in_flight,
     memory_on_rank,
     micro_batch_time_expressions,
     price_candidate,
@@ -63,6 +65,7 @@ from secc.passes.boundaries.stage_cuts import StageUnits, balance_stages
 from secc.passes.sections.assign_ops import required_modes, update_section_mode
 from secc.passes.sink_boundaries import settle_boundary
 from secc.runtime.plan.expr_eval import evaluate_expr
+from secc.runtime.plan.schema import rank_position
 
 DEFAULT_CLUSTER = "1x8xH100"  # for IR that no allocation has been made for: only the ratios of times matter
 
@@ -92,9 +95,10 @@ def _plan_cluster(graph: GraphOp) -> Cluster:
 
 def _split_section(graph: GraphOp, section: SectionOp, device: Device) -> list[SectionOp]:
     """Replaces a section by its stages. Raises UserError if it cannot be cut into that number of stages."""
-    parts, units = int(get_number(section, "pp") or 1), StageUnits(graph, section.sym.data)
+    pp, chunks = (int(get_number(section, key) or 1) for key in ("pp", "chunks"))
+    parts, units = pp * chunks, StageUnits(graph, section.sym.data)
     if parts > len(units.layers):
-        raise _refuse_split(section, parts, _describe_units(units), most=len(units.layers))
+        raise _refuse_split(section, parts, _describe_units(units), most=len(units.layers) // chunks)
     ends = balance_stages(_unit_times(graph, section, units, device), units.cuts, parts)
     if ends is None:
         reason, where = next(iter(units.impossible.values()), ("it has too few places to cut", ""))
@@ -167,15 +171,16 @@ def _unit_times(graph: GraphOp, section: SectionOp, units: StageUnits, device: D
 
 
 def _declare_stages(graph: GraphOp, section: SectionOp, parts: int) -> list[SectionOp]:
-    """The stages before their section, each with its ranks."""
+    """The stages before their section, each with its ranks, which several stages may share."""
     name, taken = section.sym.data, [s.sym.data for s in graph.sections]
     ranks = [int(r.value.data) for r in section.attributes["ranks"]] if "ranks" in section.attributes else []  # pyright: ignore
     size = int(get_number(section, "tp") or 1) * int(get_number(section, "cp") or 1)
+    pp, placement = int(get_number(section, "pp") or 1), get_string(section, "placement") or "loop"
     stages: list[SectionOp] = []
     for i in range(parts):
         taken.append(make_unique(f"{name}_{i}", taken))
         properties = {**section.properties, "sym": StringAttr(taken[-1])}
-        own = [r for k, r in enumerate(ranks) if k // size % parts == i]
+        own = [r for k, r in enumerate(ranks) if k // size % pp == rank_position(i, pp, placement)]
         attributes = section.attributes | {
             "pipeline": StringAttr(name),
             "stage": int_attr(i),
@@ -304,12 +309,14 @@ def _in_flight_limit(work: Workload, load: SectionLoad, parts: int) -> int:
     """
     if given := int(get_number(load.section, "in_flight") or 0):
         return given
-    least, most = parts - int(get_number(load.section, "stage") or 0), IN_FLIGHT_PER_STAGE * parts
-    (_, rank), device = (
-        _held_micro_batches(work, load),
-        work.cluster.view_of_ranks(_ranks_of(load.section)).device,
+    chunks = int(get_number(load.section, "chunks") or 1)
+    pp = parts // chunks
+    least = least_in_flight(pp, chunks, int(get_number(load.section, "stage") or 0))
+    _, rank = _held_micro_batches(work, load)
+    usable = work.cluster.view_of_ranks(_ranks_of(load.section)).device.usable_memory // chunks
+    return next(
+        (n for n in range(IN_FLIGHT_PER_STAGE * pp, least, -1) if rank.total_bytes(n) <= usable), least
     )
-    return next((n for n in range(most, least, -1) if rank.total_bytes(n) <= device.usable_memory), least)
 
 
 def _rank_memory(work: Workload, load: SectionLoad) -> int:

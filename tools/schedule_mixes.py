@@ -10,7 +10,17 @@ import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from secc.runtime.plan.schema import PLAN_VERSION, Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.plan.schema import (
+    PLAN_VERSION,
+    Cost,
+    Edge,
+    Mesh,
+    ModelRef,
+    Plan,
+    Section,
+    Symbol,
+    rank_position,
+)
 from secc.runtime.plan.step_program import SampleMeta
 from tools.workloads.parts import mix
 
@@ -94,7 +104,8 @@ def build_plan(sections: list[Section], edges: list[tuple[str, str]]) -> Plan:
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """How a section runs as a pipeline; each stage takes as long as the whole section takes on one rank.
+    """How a section runs as a pipeline on `stages` ranks; each rank takes as long as the whole section takes
+    on one, in `chunks` stages that lie on the ranks as `placement` says.
 
     `max_in_flight`: micro-batches that a stage may hold between forward and backward (0: any number).
     `split`: half of a backward computes weight gradients and may come later.
@@ -103,6 +114,8 @@ class PipelineShape:
     stages: int = 1
     max_in_flight: int = 0
     split: bool = False
+    chunks: int = 1
+    placement: str = "loop"
 
     def split_section(self, section: Section) -> list[Section]:
         """Returns the stages of a section; replica d has the ranks from `first + d * stages` on."""
@@ -114,17 +127,24 @@ class PipelineShape:
             for i in range(self.stages)
         ]
         weight = 500 if self.split else 0
+        forward, backward = (
+            f"({text})//{self.chunks}" if self.chunks > 1 else text
+            for text in (section.cost.forward_ns, section.cost.backward_ns)
+        )
         return [
             replace(
                 section,
                 name=f"{section.name}_{i}",
                 pipeline=section.name,
                 stage=i,
-                mesh=m,
+                chunks=self.chunks,
+                placement=self.placement,
+                mesh=meshes[rank_position(i, self.stages, self.placement)],
                 in_flight=self.max_in_flight,
                 weight_permille=weight,
+                cost=replace(section.cost, forward_ns=forward, backward_ns=backward),
             )
-            for i, m in enumerate(meshes)
+            for i in range(self.stages * self.chunks)
         ]
 
 

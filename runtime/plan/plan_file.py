@@ -156,6 +156,8 @@ _SECTION_FIELDS: dict[str, Shape] = {
     "in_flight": _COUNT,
     "room_bytes": _COUNT,
     "weight_permille": shapes.integer(0, 1000),
+    "chunks": shapes.integer(1, MAX_RANKS),
+    "placement": shapes.choice(*schema.PLACEMENTS),
     "micro_batch_tokens": _COUNT,
     "token_count": _optional_expression,
     "shards": shapes.items_of(
@@ -190,6 +192,8 @@ _SECTION_FIELDS: dict[str, Shape] = {
     "units": _TEXTS,
 }
 _LATER_FIELDS = (
+    "chunks",
+    "placement",
     "row_attention",
     "row_layers",
     "row_modules",
@@ -221,8 +225,10 @@ def _section(value: Any) -> tuple[Section, ...]:
     whole = _WHOLE_SECTION({key: item for key, item in value.items() if key != "stages"})
     try:
         stages = shapes.items_of(_STAGE, MAX_RANKS, 1)(value["stages"])
+        if len(stages) % stages[0].chunks:
+            raise shapes.expected(f"a multiple of {stages[0].chunks} chunks", len(stages))
         for number, stage in enumerate(stages):
-            problem = _stage_problem(stage, stages[0], number)
+            problem = _stage_problem(stage, stages, number)
             if problem is not None:
                 raise problem.inside(number)
     except MalformedValue as error:
@@ -236,8 +242,9 @@ def _degrees(mesh: schema.Mesh) -> tuple[int, ...]:
     return mesh.dp, mesh.tp, mesh.cp, mesh.ep
 
 
-def _stage_problem(stage: Section, first: Section, number: int) -> MalformedValue | None:
+def _stage_problem(stage: Section, stages: tuple[Section, ...], number: int) -> MalformedValue | None:
     """Returns what is wrong with a pipeline's stage at position `number`."""
+    first = stages[0]
     if stage.stage != number:
         return shapes.expected(f"stage {number}", stage.stage).inside("stage")
     if not stage.pipeline or stage.pipeline != first.pipeline:
@@ -247,6 +254,12 @@ def _stage_problem(stage: Section, first: Section, number: int) -> MalformedValu
     )
     if own != expected or stage.mesh.pp != 1:
         return MalformedValue("expected the mesh and micro-batch of the first stage, and pp 1").inside("mesh")
+    if (stage.chunks, stage.placement) != (first.chunks, first.placement):
+        return shapes.expected(f"{first.chunks} chunks in a {first.placement}", stage.chunks).inside("chunks")
+    pp = len(stages) // first.chunks
+    place = schema.rank_position(number, pp, first.placement)
+    if first.chunks > 1 and stage.mesh.ranks != stages[place].mesh.ranks:
+        return shapes.expected(f"the ranks of stage {place}", list(stage.mesh.ranks)).inside("mesh")
     return None
 
 

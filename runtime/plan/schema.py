@@ -22,6 +22,7 @@ EACH_SUFFIX, SIZES_SUFFIX, LARGEST_SUFFIX = "*", "*sizes", "*most"
 LOOP_LABEL_PREFIX = "loss:"
 OUTPUT_PREFIX = "output:"  # of outputs among the loss terms that a section returns
 _LOG_PREFIX = "log:"
+PLACEMENTS = ("loop", "v")  # of several chunks of layers on the ranks of a pipeline (`rank_position`)
 STATISTIC_PREFIX, GATHERED_PREFIX = "batch:", "rows:"
 ALL_SAMPLES = "all_samples"  # the size of a global batch, in ops on rows that were gathered
 # Raised whenever an older plan would be read wrongly: its plan.json or its section modules.
@@ -160,10 +161,12 @@ class Section:
 
     A sample activates the section if it has at least one of the optional keys `when` ([] = always). A stage
     is a section of its own with `pp` 1; `pipeline` names the user's section, and its samples pass through all
-    stages in the same micro-batches. `in_flight` is how many micro-batches a rank may hold between forward
-    and backward (0: any number), `room_bytes` how many bytes these may keep together, by `cost.saved` (0:
-    unknown). With `weight_permille`, the backward is split: B computes the gradients of the inputs and W
-    those of the parameters (zero-bubble pipelines), and W takes this many thousandths of the backward.
+    stages in the same micro-batches. A rank may hold several `chunks` of layers, each a stage, that lie on
+    the ranks as `placement` says (`rank_position`). `in_flight` is how many micro-batches a rank may hold
+    between forward and backward (0: any number), `room_bytes` how many bytes these may keep together, by
+    `cost.saved` (0: unknown). With `weight_permille`, the backward is split: B computes the gradients of the
+    inputs and W those of the parameters (zero-bubble pipelines), and W takes this many thousandths of the
+    backward.
     A micro-batch has at most `micro_batch` samples; with `micro_batch_tokens` (0: any number), one of several
     samples has at most so many tokens, which `token_count` counts with their padding.
 
@@ -198,6 +201,8 @@ class Section:
     cost: Cost = Cost()
     pipeline: str = ""
     stage: int = 0
+    chunks: int = 1
+    placement: str = "loop"
     in_flight: int = 0
     room_bytes: int = 0
     weight_permille: int = 0
@@ -468,7 +473,10 @@ def join_stages(stages: tuple[Section, ...]) -> Section:
     `weight_permille`, the largest, is not written."""
     first, costs = stages[0], [s.cost for s in stages]
     mesh, size = first.mesh, first.mesh.replica_size
-    ranks = tuple(r for d in range(mesh.dp) for s in stages for r in s.mesh.ranks[d * size : (d + 1) * size])
+    first_chunks = stages[: len(stages) // first.chunks]  # one on each rank, in the order of the ranks
+    ranks = tuple(
+        r for d in range(mesh.dp) for s in first_chunks for r in s.mesh.ranks[d * size : (d + 1) * size]
+    )
 
     def total(field: str) -> str:
         return " + ".join(text for c in costs if (text := getattr(c, field)))
@@ -480,7 +488,7 @@ def join_stages(stages: tuple[Section, ...]) -> Section:
         mode=max((s.mode for s in stages), key=("forward", "dgrad", "train").index),
         blocks=tuple(dict.fromkeys(b for s in stages for b in s.blocks)),
         params=tuple(dict.fromkeys(p for s in stages for p in s.params)),
-        mesh=dataclasses.replace(mesh, ranks=ranks, pp=len(stages)),
+        mesh=dataclasses.replace(mesh, ranks=ranks, pp=len(first_chunks)),
         memory_gib=max(s.memory_gib for s in stages),
         cost=dataclasses.replace(
             costs[0],
@@ -491,6 +499,14 @@ def join_stages(stages: tuple[Section, ...]) -> Section:
         room_bytes=0,
         weight_permille=max(s.weight_permille for s in stages),
     )
+
+
+def rank_position(stage: int, pp: int, placement: str) -> int:
+    """The place of the ranks of a stage among the `pp` places of a pipeline with several chunks of layers on
+    a rank. In a "loop" (Narayanan et al. 2021) the second chunks start on the first rank again; in a "v" (Qi
+    et al. 2024) they run back from the last rank, so the first rank holds both ends of the section."""
+    chunk, place = divmod(stage, pp)
+    return pp - 1 - place if placement == "v" and chunk % 2 else place
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -515,6 +531,8 @@ def _section_to_dict(section: Section) -> dict[str, Any]:
         del found["cp_per"], found["undivided"], found["undivided_bytes"]
     if not section.whole_batch:
         del found["whole_batch"]
+    if section.chunks == 1:
+        del found["chunks"], found["placement"]
     return found
 
 

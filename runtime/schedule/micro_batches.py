@@ -129,7 +129,11 @@ class MicroBatchComposer:
         self.forward_path_ns, self.upstream_backward_ns = self._longest_paths()
         self.pattern_classes = {s.name: self._classify_patterns(s) for s in plan.sections}
         self._set_priority_rule(PriorityRule())
-        loads = {s.name: sum(self.shared_work[s.name]) // s.mesh.dp for s in graph.topological_order}
+        work = {s.name: sum(self.shared_work[s.name]) // s.mesh.dp for s in graph.topological_order}
+        loads = {  # with the other stages of its pipeline on the same ranks
+            s.name: sum(work[t.name] for t in graph.pipeline_stages[s.name] if t.mesh.ranks == s.mesh.ranks)
+            for s in graph.topological_order
+        }
         # Among the sections that are at least half as loaded as the busiest one, the most downstream: what it
         # does last, upstream backwards wait for.
         busy = [s for s in graph.topological_order if 2 * loads[s.name] >= max(loads.values())]

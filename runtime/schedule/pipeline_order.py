@@ -51,7 +51,7 @@ STEEP_RISING_PERMILLE = 650  # micro-batches before the longest one in `steep_or
 class PipelineLoad:
     """The micro-batches of a pipeline with `replica_count` replicas.
 
-    By micro-batch: `work_ns` is its mean work on a stage, `upstream_ns` the upstream backward time after its
+    By micro-batch: `work_ns` is its mean work on a rank, `upstream_ns` the upstream backward time after its
     own backward, `needs_upstream` whether it has inputs from other sections. `estimate_ready(starts)`
     estimates when the inputs of each micro-batch are ready if upstream takes them by these start times, and
     `estimate_drained(ends)` when upstream ends, given the ends of the first stage's backwards. `simulated`
@@ -286,9 +286,7 @@ def _guess_aims(load: PipelineLoad, share: int) -> list[int]:
         work = [sum(map(load.work_ns.__getitem__, micro_batches)) for micro_batches in assigned]
         longest = [max(map(load.work_ns.__getitem__, micro_batches), default=0) for micro_batches in assigned]
         loss = [
-            estimate_pipeline_loss(
-                work_of_longest, len(load.replica.forward_ns), sum(work) // load.replica_count
-            )
+            estimate_pipeline_loss(work_of_longest, load.replica.rank_count, sum(work) // load.replica_count)
             for work_of_longest in longest
         ]
         aims = _equalize_ends(list(map(int.__add__, work, loss)), work)

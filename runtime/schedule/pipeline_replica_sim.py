@@ -4,6 +4,9 @@ The stages take micro-batches in that order. A free stage runs a backward if one
 forward if its input is ready and the in-flight limits allow it, else the oldest pending W part of a backward
 (1F1B and, with W parts, zero-bubble scheduling). `list_scheduler` does the same with the same order; without
 the other ranks it takes a third of the time, so two orders of one replica are compared within a millisecond.
+
+A rank with several stages (chunks of layers) takes from the last of them first, both for backwards and for
+forwards: that brings micro-batches to their end and frees memory.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -40,6 +44,7 @@ class PipelineReplica:
     is without the W part, and `weight_ns` is empty unless backwards are split. `max_in_flight[s]`:
     micro-batches that stage s may hold between the forward and the last part of the backward (0: any number).
     `saved_bytes[s][m]`: bytes that they hold meanwhile, `byte_limits[s]` the limit; both empty if unbounded.
+    `rank_of_stage[s]`: the number of the stage's rank, from 0; empty if each stage has its own.
     """
 
     forward_ns: Sequence[Sequence[int]]
@@ -48,10 +53,17 @@ class PipelineReplica:
     max_in_flight: Sequence[int]
     saved_bytes: Sequence[Sequence[int]] = ()
     byte_limits: Sequence[int] = ()
+    rank_of_stage: Sequence[int] = ()
+
+    @property
+    def rank_count(self) -> int:
+        """Number of ranks that the stages have."""
+        return max(self.rank_of_stage) + 1 if self.rank_of_stage else len(self.forward_ns)
 
     def simulate(self, order: Sequence[int], ready: Sequence[int]) -> ReplicaTimeline:
         """Simulates an order of micro-batches, with the first stage's inputs ready at `ready[m]` ns."""
-        return _ReplicaSimulation(self, order, ready).run()
+        simulation = _SharedRankSimulation if self.rank_of_stage else _ReplicaSimulation
+        return simulation(self, order, ready).run()
 
     @cached_property
     def first_stage_with_limits(self) -> list[int]:
@@ -88,16 +100,12 @@ class PipelineReplica:
         return limits
 
 
-class _ReplicaSimulation:
-    """The state of one simulation; times are in ns and by position in the order, NEVER_NS where unknown.
+class _StageTimes:
+    """The times of one simulation in ns, by position in the order, NEVER_NS where unknown.
 
     `forward_ready[s]` and `backward_ready[s + 1]` are when forwards and backwards may start on stage s. They
     are also the ends on the neighbouring stage: `forward_ready[s + 1]` and `backward_ready[s]` are when stage
     s ends them. `weight_ends[s]` are the ends of W parts.
-
-    `next_action[s]` is when stage s looks for its next task. `idle_until[s]` is the same for an idle stage,
-    which a neighbour may wake earlier, and 0 for a busy one. Both have a further entry for the missing
-    neighbours before the first stage (index -1) and after the last one, which never acts and cannot be woken.
     """
 
     def __init__(self, replica: PipelineReplica, order: Sequence[int], ready: Sequence[int]) -> None:
@@ -116,6 +124,88 @@ class _ReplicaSimulation:
         # The last stage's backwards wait for its own forwards alone.
         self.backward_ready[-1] = self.forward_ready[-1]
         self.weight_ends = [[0] * count for _ in replica.weight_ns]
+
+    def timeline(self) -> ReplicaTimeline:
+        """Returns the timeline, once all times are known."""
+        forwards = [ends[:-1] for ends in self.forward_ready[1:]]
+        backwards = [self.backward_ready[0], *(ends[:-1] for ends in self.backward_ready[1:-1])]
+        end = max((max(ends) for ends in self.weight_ends or backwards if ends), default=0)
+        starts = list(map(int.__sub__, forwards[0], self.durations[0][0]))
+        return ReplicaTimeline(end, starts, self.backward_ready[0], (forwards, backwards, self.weight_ends))
+
+
+class _SharedRankSimulation(_StageTimes):
+    """A simulation in which ranks have several stages. Ranks look for a task whenever they end one or may
+    have got an input."""
+
+    def __init__(self, replica: PipelineReplica, order: Sequence[int], ready: Sequence[int]) -> None:
+        super().__init__(replica, order, ready)
+        self.rank_of, self.count = replica.rank_of_stage, len(order)
+        # The stages of each rank, the last one first.
+        self.stages_of: list[list[int]] = [[] for _ in range(replica.rank_count)]
+        for s in reversed(range(len(self.rank_of))):
+            self.stages_of[self.rank_of[s]].append(s)
+        self.done = [[0] * len(self.rank_of) for _ in range(3)]  # forwards, backwards and W parts, by stage
+        self.free_at = [0] * replica.rank_count
+        # (time, rank): when ranks look for a task
+        self.wake_ups = [(0, rank) for rank in range(replica.rank_count)]
+        first = self.rank_of[0]
+        self.wake_ups += [(time, first) for time in sorted(set(self.forward_ready[0][:-1]))]
+        heapify(self.wake_ups)
+
+    def run(self) -> ReplicaTimeline:
+        """Runs all tasks."""
+        wake_ups, free_at = self.wake_ups, self.free_at
+        while wake_ups:
+            time, rank = heappop(wake_ups)
+            if free_at[rank] <= time:
+                self.start_task(rank, time)
+        return self.timeline()
+
+    def start_task(self, rank: int, time: int) -> None:
+        """Starts the most urgent task of a free rank, if there is one."""
+        stages, (forwards, backwards, weights) = self.stages_of[rank], self.done
+        for s in stages:
+            if backwards[s] < self.count and self.backward_ready[s + 1][backwards[s]] <= time:
+                self.end_task(rank, 1, s, time, self.backward_ready[s], s - 1)
+                return
+        finished = weights if self.weight_ends else backwards
+        for s in stages:
+            if (
+                forwards[s] < self.forward_limits[s][finished[s]]
+                and self.forward_ready[s][forwards[s]] <= time
+            ):
+                # A last stage takes the backward at once, as one task.
+                self.end_task(rank, 0, s, time, self.forward_ready[s + 1], s + 1)
+                return
+        waiting = [s for s in stages if self.weight_ends and weights[s] < backwards[s]]
+        if waiting:
+            s = min(waiting, key=weights.__getitem__)
+            self.end_task(rank, 2, s, time, self.weight_ends[s], -1)
+
+    def end_task(self, rank: int, part: int, s: int, time: int, ends: list[int], receiver: int) -> None:
+        """Notes the end of the next forward (part 0), backward (1) or W part (2) of stage `s`, which starts
+        now, and wakes its rank and the stage `receiver` then."""
+        k = self.done[part][s]
+        end = ends[k] = time + self.durations[part][s][k]
+        self.done[part][s] = k + 1
+        self.free_at[rank] = end
+        heappush(self.wake_ups, (end, rank))
+        if 0 <= receiver < len(self.rank_of) and self.rank_of[receiver] != rank:
+            heappush(self.wake_ups, (end, self.rank_of[receiver]))
+
+
+class _ReplicaSimulation(_StageTimes):
+    """The state of one simulation with one stage on each rank.
+
+    `next_action[s]` is when stage s looks for its next task. `idle_until[s]` is the same for an idle stage,
+    which a neighbour may wake earlier, and 0 for a busy one. Both have a further entry for the missing
+    neighbours before the first stage (index -1) and after the last one, which never acts and cannot be woken.
+    """
+
+    def __init__(self, replica: PipelineReplica, order: Sequence[int], ready: Sequence[int]) -> None:
+        super().__init__(replica, order, ready)
+        stages = len(replica.forward_ns)
         self.next_action, self.idle_until = [*[0] * stages, NEVER_NS], [0] * (stages + 1)
 
     def run(self) -> ReplicaTimeline:
@@ -125,11 +215,7 @@ class _ReplicaSimulation:
         act = [stage.send for stage in stages]
         while (time := min(next_action)) < NEVER_NS:
             act[next_action.index(time)](time)
-        forwards = [ends[:-1] for ends in self.forward_ready[1:]]
-        backwards = [self.backward_ready[0], *(ends[:-1] for ends in self.backward_ready[1:-1])]
-        end = max((ends[-1] for ends in self.weight_ends or backwards if ends), default=0)
-        starts = list(map(int.__sub__, forwards[0], self.durations[0][0]))
-        return ReplicaTimeline(end, starts, self.backward_ready[0], (forwards, backwards, self.weight_ends))
+        return self.timeline()
 
     def run_stage(self, s: int) -> Generator[None, int, None]:
         """Runs stage `s`: a coroutine that gets the current time whenever the stage is to act.

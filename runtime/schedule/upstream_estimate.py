@@ -30,7 +30,7 @@ def critical_pipeline_load(composer: MicroBatchComposer) -> tuple[PipelineLoad, 
     """Returns the critical section's micro-batches as the planner sees them, and the samples of each.
 
     Returns None if orders are not planned: without stages or backward, if the section feeds others or shares
-    ranks, and under ZeRO-3, which needs equally many micro-batches on all replicas.
+    ranks with them, and under ZeRO-3, which needs equally many micro-batches on all replicas.
     """
     stages = composer.graph.pipeline_stages[composer.critical_section.name]
     micro_batches = list(chain.from_iterable(composer.assignment.critical_micro_batches))
@@ -45,6 +45,7 @@ def critical_pipeline_load(composer: MicroBatchComposer) -> tuple[PipelineLoad, 
         max_in_flight=[s.in_flight for s in stages],
         saved_bytes=[composer.costs.saved_bytes(s, micro_batches) for s in stages],
         byte_limits=[s.room_bytes for s in stages],
+        rank_of_stage=_rank_of_stage(stages),
     )
     stage_work = [map(int.__add__, forward, backward) for forward, backward in times]
     owed, classes = composer.upstream_backward_ns[stages[0].name], composer.pattern_classes[stages[-1].name]
@@ -52,7 +53,7 @@ def critical_pipeline_load(composer: MicroBatchComposer) -> tuple[PipelineLoad, 
     load = PipelineLoad(
         replica=replica,
         replica_count=stages[0].mesh.dp,
-        work_ns=[sum(ns) // len(stages) for ns in zip(*stage_work, strict=True)],
+        work_ns=[sum(ns) // replica.rank_count for ns in zip(*stage_work, strict=True)],
         upstream_ns=[max(owed[p] for p in samples) for samples in micro_batches],
         needs_upstream=[
             any(classes[composer.pattern_ids[p]] != INDEPENDENT for p in samples) for samples in micro_batches
@@ -64,8 +65,10 @@ def critical_pipeline_load(composer: MicroBatchComposer) -> tuple[PipelineLoad, 
 
 
 def _has_own_ranks(composer: MicroBatchComposer, stages: Sequence[Section]) -> bool:
-    """Returns whether stages share no ranks, have a backward, and feed no other section."""
-    names, ranks = {s.name for s in stages}, [r for s in stages for r in s.mesh.ranks]
+    """Returns whether stages share no ranks with others, and with each other all or none, have a backward,
+    and feed no other section."""
+    names = {s.name for s in stages}
+    ranks = [r for own in dict.fromkeys(s.mesh.ranks for s in stages) for r in own]
     other_ranks = {r for s in composer.plan.sections if s.name not in names for r in s.mesh.ranks}
     disjoint = len(stages) > 1 and len(set(ranks)) == len(ranks) and other_ranks.isdisjoint(ranks)
     return (
@@ -74,6 +77,12 @@ def _has_own_ranks(composer: MicroBatchComposer, stages: Sequence[Section]) -> b
         and not any(map(runs_in_lockstep, stages))
         and not any(e.src in names and e.dst not in names for e in composer.plan.edges)
     )
+
+
+def _rank_of_stage(stages: Sequence[Section]) -> list[int]:
+    """Returns the number of each stage's ranks, empty if no stages share them."""
+    ranks = list(dict.fromkeys(s.mesh.ranks for s in stages))
+    return [ranks.index(s.mesh.ranks) for s in stages] if len(ranks) < len(stages) else []
 
 
 class _SectionVisit(NamedTuple):

@@ -189,6 +189,8 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
         cost=_section_cost(op),
         pipeline=attribute_value(op, "pipeline", ""),
         stage=attribute_value(op, "stage", 0),
+        chunks=attribute_value(op, "chunks", 1),
+        placement=attribute_value(op, "placement", "loop"),
         in_flight=attribute_value(op, "in_flight", 0),
         room_bytes=attribute_value(op, "room_bytes", 0),
         weight_permille=attribute_value(op, "weight_permille", 0),

@@ -115,6 +115,8 @@ def _section_pins(s: Section) -> Iterator[str]:
     words |= {"attention": s.row_attention} if mesh.cp > 1 else {}
     words |= {"cp_per": s.cp_per} if mesh.cp > 1 and mesh.pp == mesh.ep == 1 else {}
     words |= {"backward": "split" if s.weight_permille else "whole"} if mesh.pp > 1 else {}
+    values |= {"chunks": s.chunks} if s.chunks > 1 else {}
+    words |= {"placement": s.placement} if s.chunks > 1 else {}
     yield from (
         f"{s.name}.{key}={value}"
         for key, value in (values | {k: w for k, w in words.items() if w != "none"}).items()

@@ -133,6 +133,8 @@ SECTION_FIELDS: FieldReaders[Section] = {
     "ep": lambda s: str(s.mesh.ep),
     "micro-batch": micro_batch_text,
     "recompute": lambda s: s.recompute,
+    "chunks on a rank": lambda s: str(s.chunks),
+    "placement of chunks": lambda s: s.placement if s.chunks > 1 else "",
     "backward": lambda s: "split" if s.weight_permille else "whole",
     "sharding": lambda s: s.sharding,
     "offload": lambda s: s.offload,

@@ -117,11 +117,17 @@ def offload_text(section: Section) -> str:
     return f"{what} in host memory ({section.host_gib:.3g} GiB a rank)"
 
 
+def chunks_text(section: Section) -> str:
+    """How many chunks of layers each rank of a pipeline has, and how they lie on the ranks."""
+    return f"{section.chunks} chunks in a {section.placement}"
+
+
 def _sections_table(plan: Plan) -> TextTable:
     def row(s: Section) -> tuple[str, ...]:
         active = "samples with " + " or ".join(s.when) if s.when else "every sample"
         degrees = ((kind, getattr(s.mesh, kind)) for kind in ("dp", "pp", "tp", "cp", "ep"))
         layout = ", ".join(f"{kind} {n}" for kind, n in degrees if n > 1) or "one rank"
+        layout += f", {chunks_text(s)}" if s.chunks > 1 else ""
         layout += ", split backward" if s.weight_permille else ""
         layout += " per micro-batch" if s.may_deal else ""
         layout += " (ulysses)" if s.row_attention == "ulysses" else ""

@@ -117,6 +117,12 @@ def _llama() -> nn.Module:
     return T.LlamaForCausalLM(T.LlamaConfig(**TEXT))
 
 
+def _deep_llama() -> nn.Module:
+    """Four layers, and a head that shares the embedding."""
+    deep: dict[str, Any] = {"num_hidden_layers": 4, "tie_word_embeddings": True}
+    return T.LlamaForCausalLM(T.LlamaConfig(**TEXT | deep))
+
+
 def _llama_of_heads() -> nn.Module:
     """Eight heads of queries on four of keys and values, which four ranks can divide."""
     heads: dict[str, Any] = {"num_attention_heads": 2 * HEADS, "num_key_value_heads": HEADS}
@@ -154,6 +160,7 @@ DECODERS = {
     e.name: e
     for e in (
         Entry("llama", "decoders", _llama, text_only),
+        Entry("llama_deep", "decoders", _deep_llama, text_only),
         Entry("llama_short", "decoders", _llama, _short),
         Entry("llama_tail", "decoders", _llama, _tail),
         Entry("llama_tail_left", "decoders", _llama, _tail, _pad_left),

@@ -129,6 +129,8 @@ def _draw_section_pins(rng: random.Random, section: Section, shape: Shape) -> It
         chosen["backward"] = "split"
     elif section.mode != "forward":
         chosen["recompute"] = rng.choice(("none", "selective", "full"))
+    if shape.pp > 1 and rng.random() < 0.3:
+        chosen |= {"chunks": 2, "placement": rng.choice(("loop", "v"))}
     chosen["sharding"] = rng.choice(
         [s for s in ("none", "zero1", "zero2", "zero3") if _may_shard(section, s, split)]
     )
@@ -229,5 +231,6 @@ def list_features(made: CompiledPlan) -> tuple[str, ...]:
         }
         found |= {f"cp per {s.cp_per}"} if s.may_deal else set()
         found |= {s.sharding, f"recompute={s.recompute}"} - {"none", "recompute=none"}
+    found |= {f"chunks in a {s.placement}" for s in made.plan.sections if s.chunks > 1}
     found |= {"split backward" for s in made.plan.sections if s.weight_permille}
     return tuple(sorted(found))

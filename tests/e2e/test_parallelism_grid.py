@@ -38,6 +38,7 @@ FAST = {
         (4, "encoder.tp=2 decoder.dp=2 decoder.sharding=zero3 decoder.micro_batch=2"),
         (3, "encoder.dp=1 decoder.pp=2 decoder.backward=split"),
     ],
+    "llama_deep": [(4, "tp=2 pp=2 placement=v sharding=zero1 micro_batch=3")],
     "qwen3_moe": [
         (2, "tp=2 sharding=zero1 micro_batch=5"),
         (2, "tp=2 ep=2 sharding=zero1 micro_batch=5"),
@@ -120,6 +121,16 @@ SLOW = {
         (5, "student.pp=2 teacher.pp=3 student.backward=split bf16"),
         (5, "student.tp=2 student.pp=2 student.norms=sequence student.backward=split teacher.dp=1"),
         (5, "student.tp=2 student.pp=2 student.backward=split teacher.dp=1 bf16"),
+    ],
+    "llama_deep": [  # several chunks of layers on a rank
+        (2, "pp=2 chunks=2 micro_batch=1"),
+        (4, "tp=2 pp=2 chunks=2 sharding=zero1 micro_batch=3"),
+        (4, "tp=2 pp=2 placement=v micro_batch=1 backward=split"),
+        (4, "tp=2 pp=2 placement=v norms=sequence recompute=selective micro_batch=2"),
+        (4, "pp=2 dp=2 placement=v sharding=zero1 recompute=full micro_batch=2 bf16"),
+        (4, "cp=2 pp=2 placement=v micro_batch=3"),
+        (5, "pp=2 dp=2 chunks=2 sharding=zero2 micro_batch=1 backward=split"),
+        (4, "pp=2 dp=2 placement=v sharding=zero3 recompute=full micro_batch=1"),
     ],
     "qwen2_5_vl": [(3, "visual.pp=2 visual.micro_batch=1 language_model.dp=1")],
     "t5": [  # the sections share embeddings
@@ -229,8 +240,8 @@ def test_a_plan_trains_as_plain_pytorch(
     for section, key, value in ((*pin.split("=")[0].split("."), pin.split("=")[1]) for pin in _pins(pins)):
         if key in ("tp", "pp", "dp", "cp", "ep"):
             assert getattr(held[section].mesh, key) == int(value)
-        elif key in ("sharding", "recompute"):
-            assert getattr(held[section], key) == value
+        elif key in ("sharding", "recompute", "chunks", "placement"):
+            assert str(getattr(held[section], key)) == value
     kinds = {style.kind for s in made.plan.sections for style in s.styles} & {"experts", "routed"}
     cut = name in EXPERTS and any(max(s.mesh.tp, s.mesh.ep) > 1 for s in made.plan.sections)
     assert kinds == ({"routed" if "ep=" in pins else "experts"} if cut else set())

@@ -84,18 +84,26 @@ def test_stages_train_as_plain_pytorch(
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_a_checkpoint_may_change_its_stages(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        (("pp=2",), ("pp=1", "dp=2", "sharding=zero1"), ("pp=3", "recompute=full")),
+        (
+            ("pp=2", "placement=v", "sharding=zero1"),
+            ("pp=1", "dp=2", "sharding=zero1"),
+            ("pp=2", "chunks=2", "backward=split"),
+        ),
+    ],
+    ids=["stages", "chunks"],
+)
+def test_a_checkpoint_may_change_its_stages(layouts: tuple[tuple[str, ...], ...], tmp_path: Path) -> None:
     model = write_recording_model("skips", tmp_path, MODELS)
     reference, losses, options = (
         train_in_one_process(model, GLOBAL_BATCH, 6, tmp_path / "plain"),
         list[float](),
         tuple[str, ...](),
     )
-    for steps, choices in (
-        (2, ("pp=2",)),
-        (4, ("pp=1", "dp=2", "sharding=zero1")),
-        (6, ("pp=3", "recompute=full")),
-    ):
+    for steps, choices in zip((2, 4, 6), layouts, strict=True):
         plan, work = tmp_path / f"plan{steps}", tmp_path / f"run{steps}"
         pins = tuple(f"model.{choice}" for choice in choices)
         compiled = compile_and_write(
@@ -129,6 +137,13 @@ REFUSED = [
         "language_model.pp=3 is impossible: the section has 2 layers to cut between",
         "at most 2",
     ),
+    (
+        "skips",
+        "model.chunks=6",
+        "model.chunks=6 with pp=4 is impossible: the section has 5 layers to cut between, and 24 stages need",
+        "leave out model.chunks",
+    ),
+    ("padded_mean", "model.placement=v", "model.chunks=2 with pp=1 is impossible: the section has 0", ""),
     ("padded_mean", "model.pp=2", "model.pp=2 is impossible: the section has 0 layers to cut between", ""),
 ]
 

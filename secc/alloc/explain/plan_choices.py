@@ -21,9 +21,9 @@ from secc.ir.dialect.ops import GraphOp, SectionOp
 
 # Assumed where nothing is known of how a plan was found.
 DEFAULT_SOLVER_STATUS = {"status": "FEASIBLE", "gap": "1.0", "tried": "1"}
-NUMBER_KEYS = ("dp", "tp", "pp", "cp", "ep", "micro_batch")
-WORD_KEYS = ("sharding", "recompute", "backward", "cp_per", "offload")
-UNWRITTEN_DEGREES = ("cp", "ep")  # 1 where a section has no such attribute
+NUMBER_KEYS = ("dp", "tp", "pp", "chunks", "cp", "ep", "micro_batch")
+WORD_KEYS = ("sharding", "recompute", "backward", "cp_per", "offload", "placement")
+UNWRITTEN_DEGREES = ("cp", "ep", "chunks")  # 1 where a section has no such attribute
 
 
 def list_plan_choices(graph: GraphOp) -> tuple[str, ...]:

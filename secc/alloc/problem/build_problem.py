@@ -293,14 +293,17 @@ def parallel_shapes(
     undivided = load.cost.trainable and work.unshardable
     tps = [1, *feasible_tp(work.graph, load.section)] if free and not undivided else [1]
     layers = min(count_declared_layers(work.graph, load.section), work.stackable_layers(load))
-    stages = candidate_pruning.powers_of_two(max(1, layers)) if free else [1]
+    chunks, placement = pins.interleaving(load.name) or (1, "loop")
+    stages = candidate_pruning.powers_of_two(max(1, layers)) if free or chunks > 1 else [1]
     ep = pins.pinned_number(load.name, "ep") or 1
     shapes = [
-        ReplicaShape(tp, pp, cp)
+        ReplicaShape(tp, pp, cp, chunks=chunks, placement=placement)
         for tp in pins.number_choices(load.name, "tp", tps)
         for pp in pins.number_choices(load.name, "pp", stages)
         for cp in row_part_choices(work, load, pins, tp, pp, ranks, free)
     ]
+    if chunks > 1:
+        shapes = [s for s in shapes if s.pp > 1 and s.stages <= layers] or shapes[-1:]
     shapes = [s for s in shapes if s.tp % ep == 0 or ep % s.tp == 0] or shapes
     if pins.words.get(load.name, {}).get("attention") == "ulysses":
         shapes = [s for s in shapes if can_exchange_heads(load.cost, s.tp, s.cp)]

@@ -48,7 +48,7 @@ from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_section
 from secc.ir.dialect.ops import GraphOp, SectionOp
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.plan.expr_eval import evaluate_expr, evaluate_expr_columns
-from secc.runtime.plan.schema import Cost
+from secc.runtime.plan.schema import Cost, rank_position
 
 # Attributes of a section: measured over modelled times in permille, written by `secc.driver.replan_from_run`.
 MEASURED_PERMILLE_ATTRIBUTES = ("forward_permille", "backward_permille")
@@ -120,9 +120,9 @@ class SectionLoad:
         """Share of samples for which the section is active."""
         return sum((p.share for p in self.active_patterns), Fraction(0))
 
-    def stage_shares(self, pp: int) -> StageShares:
-        """What `pp` stages have; `self` is the load of the whole section."""
-        return stage_shares(self.cost.layers, pp, self.outside_share)
+    def stage_shares(self, pp: int, chunks: int = 1) -> StageShares:
+        """What the stages have, `chunks` on each of `pp` ranks; `self` is the load of the whole section."""
+        return stage_shares(self.cost.layers, pp, self.outside_share, chunks)
 
     def cost_under_recompute(self, recompute: str) -> SectionCost:
         """Cost of the section where `saved` counts only what recompute mode `recompute` keeps."""
@@ -303,8 +303,8 @@ def _share_outside_layers(graph: GraphOp, load: SectionLoad, cluster: Cluster) -
 
 def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster) -> SectionLoad:
     """Load of a section on one rank of its replicas of this shape, given the whole section's load."""
-    device, mode, (tp, pp, cp, ep, backward_parts, offload) = cluster.device, whole.mode, shape
-    stages = whole.stage_shares(pp)
+    device, mode, (tp, pp, cp, ep, backward_parts, offload, chunks, _) = cluster.device, whole.mode, shape
+    stages = whole.stage_shares(pp, chunks)
     whole_rows = cost_with_expert_parts(whole.cost, tp, ep, stages)
     attention = cp_scaling.choose_row_attention(
         whole.cost, whole_rows, tp, cp, cluster, get_string(whole.section, "pinned_attention") or ""
@@ -335,6 +335,10 @@ def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster)
     if backward_parts > 1:
         backward = {mode: _add_times(text, str(device.overheads.job)) for mode, text in backward.items()}
         cost = replace(cost, saved=tp_pp_scaling.scale_expression(cost.saved, 1 + KEPT_GRADIENTS_SHARE))
+    if chunks > 1:  # a micro-batch passes a rank in several jobs
+        more_jobs = str((chunks - 1) * device.overheads.job)
+        forward = _add_times(forward, more_jobs)
+        backward = {mode: _add_times(text, more_jobs) for mode, text in backward.items()}
     if offload == "weights" and forward != "0":
         copies = weight_copies(cost, device)
         backward = {way: copies.add_to_expressions(forward, text)[1] for way, text in backward.items()}
@@ -394,6 +398,13 @@ def require_rank_load(work: Workload, load: SectionLoad, shape: ReplicaShape, ra
         message = f"{key} is impossible: ranks would have parts of parameters, but {work.unshardable}"
         raise UserError(message, remedy=f"leave it out, or set {key.partition('=')[0]}=1")
     layer_count = work.stackable_layers(load)
+    if shape.chunks > 1 and (pp == 1 or shape.stages > layer_count):
+        reason = f"the section has {layer_count} layers to cut between"
+        reason += f", and {shape.stages} stages need one each" if pp > 1 else ""
+        message = f"{load.name}.chunks={shape.chunks} with pp={pp} is impossible: {reason}"
+        most = layer_count // pp
+        remedy = f"set {load.name}.chunks to at most {most}" if most > 1 else f"leave out {load.name}.chunks"
+        raise UserError(message, remedy=remedy)
     if pp > max(1, layer_count):
         message = f"{load.name}.pp={pp} is impossible: the section has {layer_count} layers to cut between"
         raise UserError(message, remedy=f"set {load.name}.pp to at most {max(1, layer_count)}")
@@ -630,6 +641,8 @@ def _make_candidate(
         cp=load.shape.cp,
         ep=load.shape.ep,
         backward_parts=load.shape.backward_parts,
+        chunks=load.shape.chunks,
+        placement=load.shape.placement,
         sharding=sharding,
         idle_ns=bubble if load.mode == "forward" else 0,
         offload=load.shape.offload,
@@ -638,11 +651,33 @@ def _make_candidate(
 
 
 def in_flight_alternating(work: Workload, load: SectionLoad, micro_batches: int) -> int:
-    """Number of micro-batches between forward and backward where a rank alternates them (1F1B)."""
+    """Number of micro-batches between forward and backward where a rank alternates them (1F1B). Stages of
+    several chunks on a rank count in parts of one."""
     return min(
         micro_batches,
-        max(load.shape.pp, IN_FLIGHT_FOR_LOCAL_CONSUMERS if load.name in work.producing_sections else 1),
+        max(
+            _most_in_flight_on_rank(load.shape),
+            IN_FLIGHT_FOR_LOCAL_CONSUMERS if load.name in work.producing_sections else 1,
+        ),
     )
+
+
+def _most_in_flight_on_rank(shape: ReplicaShape) -> int:
+    """The number of whole micro-batches that the fullest rank holds if each of its stages holds its least
+    number (`least_in_flight`)."""
+    held = [0] * shape.pp
+    for stage in range(shape.stages):
+        place = rank_position(stage, shape.pp, shape.placement)
+        held[place] += least_in_flight(shape.pp, shape.chunks, stage)
+    return -(-max(held) // shape.chunks)
+
+
+def least_in_flight(pp: int, chunks: int, stage: int) -> int:
+    """The number of micro-batches that a stage must be able to hold: one for itself and each later stage
+    (1F1B). A stage of several on its rank takes a part of the rank's time, so fewer micro-batches start
+    before the first one returns; one more hides what other chunks delay."""
+    following = pp * chunks - stage
+    return following if chunks == 1 else -(-following // chunks) + 1
 
 
 def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica) -> int:
@@ -654,16 +689,17 @@ def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica) -> in
     step takes all work of a stage, and the longest job once more for each other stage, in any order (Pinedo,
     "Scheduling", proportionate flow shops), unless it runs ahead (`Candidate.idle_ns`). Of a split backward
     no stage waits for the second part, and computes another micro-batch's in idle time (Qi et al. 2023:
-    F + B - W remains of F + B + W).
+    F + B - W remains of F + B + W). With several chunks on a rank, each idle time is that of one chunk
+    (Narayanan et al. 2021).
     """
     total, micro_batches, fill, drain = busy
     longest = max(fill + drain, load.spread.longest_micro_batch(size) * total // (PERMILLE * micro_batches))
     if load.mode == "forward":
-        return load.stages.sum_over(load.shape.pp, longest) - longest
+        return (load.stages.sum_over(load.shape.pp, longest) - longest) // load.shape.chunks
     later = deferred_backward_ns(load, drain)
     awaited = longest - deferred_backward_ns(load, longest * drain // max(1, fill + drain))
     waits = fill + drain - 2 * later + awaited
-    return (load.stages.sum_over(load.shape.pp, waits) - waits) // 2
+    return (load.stages.sum_over(load.shape.pp, waits) - waits) // (2 * load.shape.chunks)
 
 
 def deferred_backward_ns(load: SectionLoad, backward_ns: int) -> int:
@@ -692,7 +728,7 @@ def _vary_in_flight(work: Workload, load: SectionLoad, c: Candidate, rank: RankM
     """Returns the `in_flight_variants` of a candidate, given the memory of a rank."""
     if not c.in_flight or load.name not in work.producing_sections:
         return [c]
-    least = min(c.micro_batches, max(load.shape.pp, IN_FLIGHT_FOR_LOCAL_CONSUMERS))
+    least = min(c.micro_batches, max(_most_in_flight_on_rank(load.shape), IN_FLIGHT_FOR_LOCAL_CONSUMERS))
     capacity = work.cluster.device.usable_memory
     by_in_flight = {c.micro_batches: c}
     for part in IN_FLIGHT_MEMORY_DIVISORS:
@@ -916,11 +952,11 @@ def candidate_memory(work: Workload, load: SectionLoad, c: Candidate) -> RankMem
 
 def stage_in_flight_limit(work: Workload, load: SectionLoad, c: Candidate, stage: int) -> int:
     """Number of micro-batches that pipeline stage `stage` may hold: up to `IN_FLIGHT_PER_STAGE * pp` where
-    memory allows, at least one for itself and each later stage (1F1B).
+    memory allows, at least what `least_in_flight` says.
 
     `load` is that of a rank of the stage.
     """
-    least, most = c.pp - stage, IN_FLIGHT_PER_STAGE * c.pp
+    least, most = least_in_flight(c.pp, c.chunks, stage), IN_FLIGHT_PER_STAGE * c.pp
     rank = candidate_memory(work, load, c)
     return next(
         (n for n in range(most, least, -1) if rank.total_bytes(n) <= work.cluster.device.usable_memory), least

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from secc.errors import UserError
+from secc.runtime.plan.schema import PLACEMENTS
 
-PIN_NUMBERS = ("dp", "micro_batch", "tp", "pp", "cp", "ep", "micro_batch_tokens")
+PIN_NUMBERS = ("dp", "micro_batch", "tp", "pp", "chunks", "cp", "ep", "micro_batch_tokens")
 # Values of each key, in the order of preference among equals.
 PIN_WORDS = {
     "sharding": ("none", "zero1", "zero2", "zero3"),
@@ -18,6 +19,7 @@ PIN_WORDS = {
     "attention": ("gather", "ulysses"),
     "cp_per": ("section", "micro_batch"),
     "offload": ("none", "optimizer", "weights"),
+    "placement": PLACEMENTS,
 }
 EXPERT_LOAD = "expert_load"
 PIN_KEYS = (*PIN_NUMBERS, "with", *PIN_WORDS, EXPERT_LOAD)
@@ -85,6 +87,30 @@ class Pins:
                 remedy=f"set {section}.pp above 1 without cp, or leave it out",
             )
         return asked
+
+    def interleaving(self, section: str) -> tuple[int, str] | None:
+        """The pinned number of chunks of layers on a rank and their placement, None if neither is pinned. A
+        pinned placement without a number means two chunks.
+
+        Raises UserError for a section that is pinned to one stage or split by cp, and for the placement of
+        one chunk.
+        """
+        chunks = self.pinned_number(section, "chunks")
+        placement = self.words.get(section, {}).get("placement")
+        if chunks is None and placement is None:
+            return None
+        wanted = f"{section}.chunks={chunks}" if chunks else f"{section}.placement={placement}"
+        if chunks == 1 and placement == "v":
+            raise UserError(
+                f"{section}.placement=v is impossible with chunks=1: a V has two pieces of layers on a rank",
+                remedy=f"set {section}.chunks=2, or leave {section}.chunks out",
+            )
+        if chunks != 1 and self.pinned_number(section, "pp") == 1:
+            raise UserError(
+                f"{wanted} is impossible: it needs several pipeline stages",
+                remedy=f"set {section}.pp above 1, or leave it out",
+            )
+        return chunks or 2, placement or "loop"
 
     def deals_micro_batches(self, section: str) -> bool:
         """Whether a section's ranks of cp may each compute other samples of a micro-batch (dynamic cp).

@@ -12,7 +12,8 @@ STRATEGIES = ("auto", "apart", "colocate", "uniform")
 class ReplicaShape(NamedTuple):
     """How many ranks share a replica: its parameters (tp), layers (pp) and rows of sequences (cp). Experts
     form `ep` parts on these ranks. A backward of two `backward_parts` is split: gradients of inputs, later
-    those of parameters. `offload` says what lives in host memory."""
+    those of parameters. `offload` says what lives in host memory. Each rank of a pipeline holds `chunks`
+    pieces of layers, which lie as `placement` says (`secc.runtime.plan.schema.rank_position`)."""
 
     tp: int = 1
     pp: int = 1
@@ -20,6 +21,13 @@ class ReplicaShape(NamedTuple):
     ep: int = 1
     backward_parts: int = 1
     offload: str = "none"
+    chunks: int = 1
+    placement: str = "loop"
+
+    @property
+    def stages(self) -> int:
+        """Number of stages: pieces of layers that a micro-batch passes one after the other."""
+        return self.pp * self.chunks
 
     @property
     def ranks(self) -> int:
@@ -53,6 +61,7 @@ class Candidate:
       backward_parts: 2 where stages compute gradients of parameters apart, in idle time, else 1.
       offload: what lives in host memory: "none", "optimizer" states or frozen "weights".
       host_memory: bytes of host memory for a rank.
+      chunks, placement: pieces of layers on a rank of a pipeline, and how they lie on the ranks.
       kind: index of the device kind, or `ALL_KINDS`.
       excluded: the candidate must not be chosen (`exclude_candidates`).
     """
@@ -83,6 +92,8 @@ class Candidate:
     runs_ahead: bool = False
     offload: str = "none"
     host_memory: int = 0
+    chunks: int = 1
+    placement: str = "loop"
 
     @property
     def most_samples(self) -> int:
@@ -102,7 +113,16 @@ class Candidate:
     @property
     def shape(self) -> ReplicaShape:
         """The shape of a replica."""
-        return ReplicaShape(self.tp, self.pp, self.cp, self.ep, self.backward_parts, self.offload)
+        return ReplicaShape(
+            self.tp,
+            self.pp,
+            self.cp,
+            self.ep,
+            self.backward_parts,
+            self.offload,
+            self.chunks,
+            self.placement,
+        )
 
     @property
     def backward(self) -> str:
@@ -133,7 +153,8 @@ class Candidate:
     def extras(self) -> int:
         """0 for the plainest candidate; more for each feature that could be left out. Breaks ties."""
         plain = 8 * self.width + 2 * (self.recompute != "none") + (self.sharding != "none")
-        return plain + 4 * (self.ep > 1) + (self.backward_parts > 1) + (self.offload != "none")
+        split = self.backward_parts > 1
+        return plain + 4 * (self.ep > 1) + split + (self.offload != "none") + 2 * (self.chunks > 1)
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,8 @@ def in_flight_limit(
     holders = sum(
         group[s] == group[section] and load.mode != "forward" for s, load in work_on_kind.loads.items()
     )
-    return InFlightLimit(
-        count,
-        in_flight_bytes(work_on_kind, candidate_memory(work_on_kind, load, c), counted, others, holders),
-    )
+    size = in_flight_bytes(work_on_kind, candidate_memory(work_on_kind, load, c), counted, others, holders)
+    return InFlightLimit(count, size // c.chunks)
 
 
 def undivided_limit(

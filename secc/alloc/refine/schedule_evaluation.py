@@ -36,6 +36,7 @@ from secc.alloc.refine import prefetch_memory as ahead
 from secc.alloc.refine.in_flight_limits import InFlightLimit, in_flight_limit, undivided_limit
 from secc.cluster import GIB
 from secc.cost.model import roofline
+from secc.cost.model.cost_expressions import scale_expression
 from secc.cost.model.patterns_and_transfers import (
     InputPattern,
     input_patterns,
@@ -50,7 +51,7 @@ from secc.runtime.host.gc_control import pause_gc
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.replica_routes import ranks_by_replica
-from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol, rank_position
 from secc.runtime.plan.step_program import SampleMeta, gather_rounds, replica_first_ranks
 from secc.runtime.schedule.scheduler import ScheduleCandidate as Order
 from secc.runtime.schedule.scheduler import find_candidate
@@ -97,7 +98,7 @@ class PlanEvaluator:
 
     def evaluate(self, assignment: Assignment, ranks: GroupRanks) -> Evaluation:
         """Mean evaluation over all batches."""
-        stages = sum(self.problem.sections[s][i].pp for s, i in assignment.choice.items())
+        stages = sum(self.problem.sections[s][i].shape.stages for s, i in assignment.choice.items())
         tasks = 2 * stages * sum(map(len, self.batches))
         map_batches = process_map.map_in_processes if tasks >= MIN_PARALLEL_TASKS else map
         return mean_evaluation(
@@ -211,11 +212,14 @@ class PlanEvaluator:
             e.dst == section and e.grad and work.loads[e.src].mode != "forward" for e in work.crossings
         )
         later = weight_gradient_permille(load.cost) if c.backward_parts > 1 else 0
+        saved = scale_expression(saved, Fraction(1, c.chunks)) if c.chunks > 1 else saved
         stages: list[Section] = []
-        for i in range(c.pp):
-            stage_ranks = tuple(r for k, r in enumerate(ranks) if k // c.stage_ranks % c.pp == i)
+        for i in range(c.shape.stages):
+            place = rank_position(i, c.pp, c.placement)
+            stage_ranks = tuple(r for k, r in enumerate(ranks) if k // c.stage_ranks % c.pp == place)
             limit = room_at(i)
-            own_ns = (load.stages.time_of_stage(text, is_last=i == c.pp - 1) for text in longest)
+            is_last = i == c.shape.stages - 1
+            own_ns = [load.stages.time_of_stage(text, is_last) for text in longest]
             stage = Section(
                 section,
                 "",
@@ -233,6 +237,8 @@ class PlanEvaluator:
                 in_flight=limit.in_flight,
                 room_bytes=limit.size_bytes,
                 weight_permille=later if i or awaited else 0,
+                chunks=c.chunks,
+                placement=c.placement,
                 cp_per=c.cp_per,
                 undivided=undivided_cost(work, work.loads[section], c)
                 if c.cp_per == "micro_batch"
@@ -306,6 +312,7 @@ class PlanEvaluator:
             update_ns = gradient_and_optimizer_ns(
                 *self._rank_load(s.user_section_name, c), c.dp, c.micro_batch, c.sharding, c.recompute
             )
+            update_ns //= c.chunks  # of all chunks on the rank
             if s.name not in prefetch_ends:
                 closing[s.mesh.ranks[0]].append((max(timeline.ends[s.name].values(), default=0), update_ns))
                 continue
@@ -354,8 +361,8 @@ class PlanEvaluator:
                 held_bytes = (
                     memory.total_bytes(1)
                     if s.mode == "forward"
-                    else kept_bytes + memory.total_bytes(count) - memory.activation_bytes(count)
-                )
+                    else kept_bytes * c.chunks + memory.total_bytes(count) - memory.activation_bytes(count)
+                ) // c.chunks  # `memory` is that of all chunks on the rank
                 for rank in ranks:
                     needed[rank] += held_bytes
                     usable[rank] = self.problem.usable_bytes(c)

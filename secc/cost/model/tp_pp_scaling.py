@@ -56,27 +56,30 @@ def tp_all_reduce_ns(cost: SectionCost, tp: int, cluster: Cluster) -> str:
 class StageShares:
     """Parts of a section that its stages have.
 
-    layers: the fraction of its layers in the stage with most of them, which needs most memory.
+    layers: the fraction of its layers on the rank with most of them, which needs most memory.
     before_last, last: fractions of its time, of the longest stage before the last one, and of the last one.
+    chunks: number of stages on a rank.
     """
 
     layers: Fraction
     before_last: Fraction
     last: Fraction
+    chunks: int = 1
 
     @property
     def longest(self) -> Fraction:
-        """Fraction of the section's time that the longest stage takes."""
-        return max(self.before_last, self.last)
+        """Fraction of the section's time that the longest rank takes, with all its stages."""
+        return (self.chunks - 1) * self.before_last + max(self.before_last, self.last)
 
     def sum_over(self, pp: int, longest_ns: int) -> int:
-        """Ns over all `pp` stages of what takes the longest one `longest_ns`."""
+        """Ns over all stages, on `pp` ranks, of what takes the longest rank `longest_ns`."""
         if pp == 1:
             return longest_ns
-        return int(((pp - 1) * self.before_last + self.last) / self.longest * longest_ns)
+        stages = pp * self.chunks
+        return int(((stages - 1) * self.before_last + self.last) / self.longest * longest_ns)
 
     def time_of_stage(self, text: str, is_last: bool) -> str:
-        """A stage's time, given the longest stage's as an expression."""
+        """A stage's time, given the longest rank's as an expression."""
         own = self.last if is_last else self.before_last
         return text if own == self.longest else scale_expression(text, own / self.longest)
 
@@ -85,21 +88,24 @@ WHOLE_SECTION = StageShares(Fraction(1), Fraction(1), Fraction(1))
 
 
 @cache
-def stage_shares(layers: int, pp: int, outside: Fraction) -> StageShares:
-    """What `pp` stages have of a section with so many layers, if the fraction `outside` of its time passes
-    outside of them, in the last stage. The longest stage is as short as possible."""
-    if pp == 1:
+def stage_shares(layers: int, pp: int, outside: Fraction, chunks: int = 1) -> StageShares:
+    """What the stages, `chunks` on each of `pp` ranks, have of a section with so many layers, if the fraction
+    `outside` of its time passes outside of them, in the last stage. The longest stage is as short as
+    possible."""
+    stages = pp * chunks
+    if stages == 1:
         return WHOLE_SECTION
-    layers = max(layers, pp)
+    layers = max(layers, stages)
     one_layer = (1 - outside) / layers
 
     def shares_with(in_last: int) -> StageShares:
-        most = -(-(layers - in_last) // (pp - 1))
+        most = -(-(layers - in_last) // (stages - 1))
+        on_rank = (chunks - 1) * most + max(most, in_last)
         return StageShares(
-            Fraction(max(most, in_last), layers), most * one_layer, outside + in_last * one_layer
+            Fraction(min(on_rank, layers), layers), most * one_layer, outside + in_last * one_layer, chunks
         )
 
-    return min(map(shares_with, range(-(-layers // pp), -1, -1)), key=lambda shares: shares.longest)
+    return min(map(shares_with, range(-(-layers // stages), -1, -1)), key=lambda shares: shares.longest)
 
 
 def cost_on_rank(cost: SectionCost, tp: int, stages: StageShares = WHOLE_SECTION) -> SectionCost:

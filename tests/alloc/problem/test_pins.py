@@ -62,6 +62,19 @@ def test_impossible_pins_are_refused(text: str, message: str) -> None:
     assert error.value.remedy
 
 
+def test_chunks_need_several_stages_and_a_v_two_of_them() -> None:
+    assert parse_pins(["lm.pp=2"], SECTIONS).interleaving("lm") is None
+    assert parse_pins(["lm.placement=v"], SECTIONS).interleaving("lm") == (2, "v")
+    assert parse_pins(["lm.chunks=3", "lm.pp=2"], SECTIONS).interleaving("lm") == (3, "loop")
+    for pins, message in (
+        (["lm.pp=1", "lm.chunks=2"], "lm.chunks=2 is impossible: it needs several pipeline stages"),
+        (["lm.chunks=1", "lm.placement=v"], "impossible with chunks=1"),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            parse_pins(pins, SECTIONS).interleaving("lm")
+        assert error.value.remedy
+
+
 def test_more_replicas_than_ranks_are_refused() -> None:
     with pytest.raises(UserError, match="at most 4"):
         parse_pins(["lm.dp=5"], SECTIONS).dp_choices("lm", 4, [1, 2, 3, 4])
