@@ -86,7 +86,7 @@ class NormalizeLoss(ModulePass):
     global batch; global_sums: for all functions of them (`secc.passes.loss.batch_statistics`). gather: blocks
     with rows that the loss may compare with those of other samples (`secc.passes.loss.gathered_rows`) of the
     `global_batch` samples. whole_batch: blocks that take all samples of a step at once
-    (`secc.ir.analysis.whole_batch`)."""
+    (`secc.ir.analysis.whole_batch`), besides those without weights that compute the loss."""
 
     name = "normalize-loss"
     accept: tuple[str, ...] = ()
@@ -120,11 +120,17 @@ class NormalizeLoss(ModulePass):
             for f in found:
                 f.parts.append(SumPart(Coefficient(number=f.constant)))
                 f.constant = 0.0
-        if notes := self._find_logged_parts(found):
-            graph.attributes[LOGGED_ATTRIBUTE] = strings_attr(notes)
+        notes = self._find_logged_parts(found)
         contexts = [f.context for f in found]
         check_gathered(self.gather, contexts)
-        mark_whole_batch(graph, self.whole_batch, {path for c in contexts for path in c.reducing})
+        reducing = dict.fromkeys(sorted({path for c in contexts for path in c.reducing}))
+        notes += [
+            f"{path} computes all samples of a step at once on one rank, since it reduces them to one value"
+            for path in reducing
+        ]
+        if notes:
+            graph.attributes[LOGGED_ATTRIBUTE] = strings_attr(notes)
+        mark_whole_batch(graph, (*self.whole_batch, *reducing), reducing)
         if any(c.gathers for c in contexts):
             declare_all_samples(graph, self.global_batch)
         names, structure = TermNames(), StructureDigests()

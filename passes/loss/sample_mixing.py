@@ -25,7 +25,14 @@ from secc.passes.loss.op_tables import (
 )
 from secc.passes.loss.pending_ops import get_argument
 from secc.passes.loss.reductions import normalize_dims
-from secc.passes.loss.value_states import LOCAL_STATE, BadState, SumPart, SumState, ValueState
+from secc.passes.loss.value_states import (
+    LOCAL_STATE,
+    BadState,
+    StatisticUse,
+    SumPart,
+    SumState,
+    ValueState,
+)
 
 BATCH_NORM_REMEDY = "use a norm without batch statistics (LayerNorm, GroupNorm), or put it in eval mode"
 FREQUENCY_REMEDY = "leave scale_grad_by_freq out"
@@ -177,7 +184,8 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
         some and out not in alone and not ctx.carries_samples(r)
         for out, r in zip(outs, op.results, strict=True)
     ]
-    if takes_all:
+    without_weights = not block.params.data and ctx.statistic_use is StatisticUse.NONE
+    if takes_all or (without_weights and any(mixed)):
         ctx.reducing |= {path} if any(mixed) else set()
         return [LOCAL_STATE] * len(op.results)
     return [take_function_of_sums(ctx, op, why, remedy) if bad else LOCAL_STATE for bad in mixed]

@@ -91,12 +91,19 @@ def random_call_name(path: str, lines: SourceLines) -> str:
 def forward_source_line(cls: type) -> str:
     """`file:line` of the forward method of a module's class, with decorators unwrapped; "" if it has no
     source."""
-    code = getattr(getattr(cls, "forward", None), "__code__", None)
+    code = forward_code(cls)
+    return "" if code is None else format_source_line(code, code.co_firstlineno)
+
+
+def forward_code(cls: type) -> CodeType | None:
+    """Return the code of the forward method of a module's class, with decorators unwrapped; None if it has no
+    source."""
     wrapped = getattr(cls, "forward", None)
+    code = getattr(wrapped, "__code__", None)
     while (inner := getattr(wrapped, "__wrapped__", None)) is not None:
         wrapped = inner
         code = getattr(inner, "__code__", code)
-    return format_source_line(code, code.co_firstlineno) if isinstance(code, CodeType) else ""
+    return code if isinstance(code, CodeType) else None
 
 
 def error_source_line(error: BaseException) -> str:

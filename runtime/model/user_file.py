@@ -30,6 +30,7 @@ from secc.runtime.host.hidden_ranks import hidden_ranks
 from secc.runtime.model.counted_stream import CountedStream
 from secc.runtime.model.default_collate import DefaultCollate
 from secc.runtime.model.deferred_scalar import unwrap_deferred_scalar
+from secc.runtime.model.function_blocks import add_function_block
 from secc.runtime.model.imported_code import forget_changed_modules
 from secc.runtime.model.item_seeds import choose_survey_indices, load_seeded_item
 from secc.runtime.model.nested_batch import (
@@ -93,6 +94,7 @@ class UserModel:
         self._forward_line = ""
         self._default_collate: DefaultCollate | None = None
         self._packs = False
+        self.function_blocks: tuple[str, ...] = ()  # functions that models get as blocks
         # Lists of a batch that grow with the samples; None before the first batch with lists.
         self._growing_lists: Mapping[str, int] | None = None
 
@@ -148,6 +150,8 @@ class UserModel:
             self._forward_signature = inspect.signature(model.forward).parameters
             self._forward_line = self._source_line(model.forward)
         setattr(model, _MODEL_FILE_ATTRIBUTE, self.module.__name__)
+        for function in self.function_blocks:
+            add_function_block(model, function, self.module.__name__)
         return model
 
     def _forward_parameters(self) -> Mapping[str, inspect.Parameter]:

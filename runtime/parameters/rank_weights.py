@@ -70,6 +70,7 @@ def load_user_model(plan: Plan, directory: Path) -> UserModel:
     user_file.add_import_folder(path)
     _check_imported_code(plan, directory, path, is_loaded=False)
     user = user_file.load_model_file(path)
+    user.function_blocks = plan.model.functions
     _check_imported_code(plan, directory, path, is_loaded=True)
     return user
 

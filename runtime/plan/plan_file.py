@@ -523,6 +523,7 @@ _SIDE = shapes.choice("left", "right")
 _PARAMETER = shapes.pattern(
     r"[a-z][a-z0-9_]*\[(\d{1,18}(, ?\d{1,18})*)?\] (train|frozen)", "DTYPE[SIZES] train, or frozen"
 )
+_FUNCTION = shapes.pattern(r"([^\W\d][\w.]*)?:[^\W\d][\w.]*", "MODULE:NAME of a function")
 _PLAN = shapes.record(
     {
         "version": _COUNT,
@@ -535,7 +536,9 @@ _PLAN = shapes.record(
                 "parameters": shapes.mapping_of(_PARAMETER),
                 "imports": shapes.mapping_of(_TEXT),
                 "packages": shapes.mapping_of(_TEXT),
+                "functions": shapes.items_of(_FUNCTION),
             },
+            optional=("functions",),
         ),
         "world_size": shapes.integer(1, MAX_RANKS),
         "global_batch": shapes.integer(1, MAX_SAMPLES),

@@ -400,6 +400,7 @@ class ModelRef:
     parameters: dict[str, str] = field(default_factory=dict)  # name -> "float32[64, 64] train"
     imports: dict[str, str] = field(default_factory=dict)  # module name -> SHA-256 of its file
     packages: dict[str, str] = field(default_factory=dict)  # name -> version
+    functions: tuple[str, ...] = ()  # functions of the user's code that are blocks, "MODULE:NAME"
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,10 @@ _UNKNOWN_VALUE_ERRORS = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-_COMPUTE_INSIDE_MODULE_REMEDY = "compute it inside one of the model's modules, or from the inputs alone"
+_COMPUTE_INSIDE_MODULE_REMEDY = (
+    "compute it inside one of the model's modules or a function at the top level of a file, or from the "
+    "inputs alone"
+)
 
 
 def argument_tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -17,9 +17,11 @@ from torch import nn
 from torch.cuda.amp import common
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from secc.runtime.model.deferred_scalar import DeferredScalar
 from secc.runtime.recorder import nested_values
 from secc.runtime.recorder.shortcuts import SHORTCUT_FUNCTIONS
 
@@ -141,6 +143,9 @@ class CallInterceptor(TorchFunctionMode):
         data = args[1] if func is torch.Tensor.new_tensor else args[0] if args else kwargs.get("data")
         if isinstance(data, torch.Tensor):
             return func(*args, **kwargs)
+        for leaf in pytree.tree_leaves(data):
+            if isinstance(leaf, DeferredScalar):  # a fake tensor's `tolist` gives them
+                leaf.refuse_read()
         inner_tensors = [t for _, t in nested_values.iter_tensors(data)]
         for t in inner_tensors:
             self._listener.on_read("tensor", t)

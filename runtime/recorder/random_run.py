@@ -8,6 +8,7 @@ layout, values decide what the tensors hold and not how large they are, which is
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,9 @@ from secc.runtime.recorder.block_results import (
 )
 
 _RANDOM_RUN_SEEDS = (0, 1)
+_Filler = Callable[[torch.Tensor], torch.Tensor]  # fills a tensor with random values in place
+# Standard normal values first; where the code of the module refuses those, values from 0 to 1 (boxes).
+_FILLERS: tuple[_Filler, ...] = (torch.Tensor.normal_, torch.Tensor.uniform_)
 
 
 # Makes a call; returns its result and the ids of the tensors in it that are independent of inputs.
@@ -40,6 +44,16 @@ def layout_by_random_run(
 
     `runs` makes the calls. Exceptions of the module are passed on.
     """
+    for fill in _FILLERS[:-1]:
+        with suppress(Exception):
+            return _layout_with_values(mode, module, args, kwargs, runs, fill)
+    return _layout_with_values(mode, module, args, kwargs, runs, _FILLERS[-1])
+
+
+def _layout_with_values(
+    mode: FakeTensorMode, module: nn.Module, args: Any, kwargs: Any, runs: CallRunner, fill: _Filler
+) -> tuple[Any, list[tuple[ResultTensor, torch.Tensor]]] | None:
+    """`layout_by_random_run` with arguments that `fill` fills."""
     layouts, skeleton = list[Any](), None
     for seed in _RANDOM_RUN_SEEDS:
         with torch.random.fork_rng(devices=[]):
@@ -48,7 +62,9 @@ def layout_by_random_run(
                 name: _random_state_tensor(t)
                 for name, t in (*module.named_parameters(), *module.named_buffers())
             }
-            random_arguments = nested_values.map_leaves((args, kwargs), lambda _, value: _random_value(value))
+            random_arguments = nested_values.map_leaves(
+                (args, kwargs), lambda _, value: _random_value(value, fill)
+            )
             tensors = [t for _, t in nested_values.iter_tensors(random_arguments)]
             versions = tensor_versions(tensors)
             out, input_independent = runs(partial(functional_call, module, state, *random_arguments))
@@ -72,7 +88,7 @@ def _random_state_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return rows.requires_grad_(tensor.requires_grad).expand(tensor.shape)
 
 
-def _random_value(value: Any) -> Any:
+def _random_value(value: Any, fill: _Filler = torch.Tensor.normal_) -> Any:
     """Return a tensor with random values in place of a fake one, not a leaf of autograd. Integers are 0,
     which is always a valid index."""
     if not is_fake(value):
@@ -80,7 +96,7 @@ def _random_value(value: Any) -> Any:
     if not value.is_floating_point() and not value.is_complex():
         values = torch.rand(value.shape) < 0.5 if value.dtype is torch.bool else torch.zeros(value.shape)
         return values.to(value.dtype)
-    values = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).normal_()
+    values = fill(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype))
     return values.requires_grad_().clone() if value.requires_grad and torch.is_grad_enabled() else values
 
 

@@ -20,15 +20,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from secc.runtime.errors import UserError
 from secc.runtime.model.deferred_scalar import DeferredScalar
+from secc.runtime.model.function_blocks import FunctionBlock, find_running_functions, intercepted_functions
 from secc.runtime.model.nested_batch import dict_list_columns, find_tensor_lists, unflatten_batch
 from secc.runtime.model.source_lines import (
     current_source_line,
     error_source_line,
+    forward_code,
     forward_source_line,
     module_paths_by_id,
     running_module_and_lines,
 )
-from secc.runtime.model.user_file import extract_logged_scalars, extract_loss, extract_tensors
+from secc.runtime.model.user_file import (
+    extract_logged_scalars,
+    extract_loss,
+    extract_tensors,
+    is_model_file_module,
+)
 from secc.runtime.plan.schema import EACH_SUFFIX, SIZES_SUFFIX
 from secc.runtime.randomness.random_op_values import is_random, is_supported
 from secc.runtime.recorder import nested_values, random_run
@@ -196,6 +203,7 @@ class Recorder:
                 intercept_idle_autocast(self),
                 without_distribution_validation(),
                 watch_attributes(self._on_attribute_set),
+                intercepted_functions(self._model, self._on_function_call),
             ):
                 loss_and_scalars = self._run_forward(inputs)
         finally:
@@ -519,7 +527,8 @@ class Recorder:
     def fail(self, message: str, remedy: str, kind: type[BlockError] = BlockError) -> NoReturn:
         """Raise for something that the running module cannot do outside of a block."""
         path = self._open[-1]
-        raise kind(path, path or None, message, current_source_line(), remedy)
+        functions = find_running_functions(forward_code(type(self._modules[path])), is_model_file_module)
+        raise kind(path, path or None, message, current_source_line(), remedy, functions=functions)
 
     # -- blocks --------------------------------------------------------------------------------------------
 
@@ -541,6 +550,13 @@ class Recorder:
             self._open.pop()
         self._observer.on_exit(path, result)
         return result
+
+    def _on_function_call(self, block: FunctionBlock, args: Any, kwargs: Any) -> Any:
+        """A function that is a block is called."""
+        if self.paused:
+            return block.function(*args, **kwargs)
+        args, kwargs = block.name_arguments(args, kwargs)
+        return block(*args, **kwargs)
 
     def _is_opaque(self, path: str, module: nn.Module) -> bool:
         """Whether a module is a block, or a part of a block with parameters or buffers that is called

@@ -35,7 +35,8 @@ class BlockError(UserError):
 
     path: the block, or the module outside of blocks, in which it happened. coarser: a module that would hide
     it if it were a block; None if only the whole model would. parts: modules inside the block that would show
-    it if they were blocks in its place.
+    it if they were blocks in its place. functions: functions of the user's code that would hide it, outermost
+    first (`secc.runtime.model.function_blocks`).
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class BlockError(UserError):
         where: str = "",
         remedy: str = "",
         parts: Collection[str] = (),
+        functions: Collection[str] = (),
     ) -> None:
         super().__init__(message, where, remedy)
         self.path, self.coarser, self.parts = path, coarser, tuple(parts)
+        self.functions = tuple(functions)
 
     def suggest_blocks(self, blocks: Collection[str]) -> list[str] | None:
         """Return other blocks that may let a recording succeed: finer ones if these show more, else a coarser

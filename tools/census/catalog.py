@@ -7,18 +7,19 @@ import abc
 import functools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transformers as T
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tools.census.recipes import find_recipe
-from tools.census.small_configs import LABELS, small_config
+from tools.census.small_configs import LABELS, Sizes, small_config
 from tools.zoo_models import entries as zoo_entries
 from tools.zoo_models import entry as zoo_entry
 from tools.zoo_models.entry import Sample, Samples
@@ -64,6 +65,7 @@ FAMILIES = (
     Family("hidden states", "BASE", "hidden"),
 )
 _BASE = "MODEL_MAPPING_NAMES"
+MOST_PARAMETERS = 20_000_000  # of a model with the widths that its class has by default
 _JOINED_TASKS = ("multimodal", "speech", "seq2seq")  # of models whose parts fit certain inputs only
 
 
@@ -76,6 +78,28 @@ class RowEntry:
     dataset: Callable[[], Dataset[Sample]]
     collate: Callable[[Sequence[Sample]], Sample] | None
     inputs: str
+
+    def in_float64(self) -> RowEntry:
+        """The same with weights and samples in float64."""
+        return replace(
+            self, model=lambda: self.model().double(), dataset=lambda: _DoubleSamples(self.dataset())
+        )
+
+
+class _DoubleSamples(Dataset[Sample]):
+    """Samples with floats in float64."""
+
+    def __init__(self, samples: Dataset[Sample]) -> None:
+        self._samples: Any = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return pytree.tree_map(
+            lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v,
+            self._samples[index],
+        )
 
 
 @dataclass(frozen=True)
@@ -125,14 +149,41 @@ class ModelRow(TaskRow):
 
     model_type: str
     class_name: str
+    sizes: Sizes = Sizes.ALL
+
+    def entry(self) -> RowEntry:
+        """The model at the first sizes that plain PyTorch trains."""
+        return first_of_sizes(self, TaskRow.entry)
 
     def build(self) -> nn.Module:
         options: dict[str, Any] = {}
         if self.task in ("classes", "tokens", "segmentation", "detection", "masks"):
             options["num_labels"] = LABELS
-        config = quiet(small_config(CONFIG_MAPPING[self.model_type], **options))
+        config = quiet(small_config(CONFIG_MAPPING[self.model_type], self.sizes, **options))
+        if self.sizes is Sizes.DEPTHS:
+            with torch.device("meta"):
+                count = sum(p.numel() for p in getattr(T, self.class_name)(config).parameters())
+            if count > MOST_PARAMETERS:
+                raise ValueError(f"the model has {count:,} parameters")
         model = to_training(getattr(T, self.class_name)(config))
         return HiddenStates(model) if self.task == "hidden" else model
+
+
+def first_of_sizes(row: ModelRow, make: Callable[[ModelRow], RowEntry]) -> RowEntry:
+    """What `make` makes of the row at the first sizes at which it succeeds. Raises its first error if there
+    are none."""
+    first: Exception | None = None
+    for sizes in Sizes:
+        try:
+            made = make(replace(row, sizes=sizes))
+        except Exception as error:  # whatever the model's code raises
+            first = first or error
+        else:
+            return (
+                made if sizes is Sizes.ALL else replace(made, inputs=f"{made.inputs}; small: {sizes.value}")
+            )
+    assert first is not None
+    raise first
 
 
 def to_training(model: nn.Module) -> nn.Module:

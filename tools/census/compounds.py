@@ -14,7 +14,16 @@ from torch import nn
 from transformers.models.auto import modeling_auto
 
 from tools.census.batches import Batching, noise, sometimes, words
-from tools.census.catalog import ModelRow, Row, RowEntry, TaskRow, first_states, model_rows, to_training
+from tools.census.catalog import (
+    ModelRow,
+    Row,
+    RowEntry,
+    TaskRow,
+    first_of_sizes,
+    first_states,
+    model_rows,
+    to_training,
+)
 from tools.census.recipes import Recipe, RecipeError, recipes, try_recipe
 from tools.census.small_configs import HIDDEN, VOCABULARY
 from tools.zoo_models.entry import Sample, Samples
@@ -63,14 +72,15 @@ class DistillationRow(Row):
     own: ModelRow
     is_teacher: bool
 
-    def build(self) -> nn.Module:
-        """The teacher and the student."""
-        other = T.LlamaForCausalLM(llama(**_TEXT))
-        parts = (self.own.build(), other)
-        return Distillation(*(parts if self.is_teacher else parts[::-1]))
-
     def entry(self) -> RowEntry:
         """Ragged texts."""
+        return first_of_sizes(self.own, self._entry)
+
+    def _entry(self, own: ModelRow) -> RowEntry:
+        def build() -> nn.Module:
+            parts = (own.build(), T.LlamaForCausalLM(llama(**_TEXT)))
+            return Distillation(*(parts if self.is_teacher else parts[::-1]))
+
         padded = {"input_ids": 0, "labels": IGNORED}
         batching = Batching(padded, masks={"input_ids": "attention_mask"})
 
@@ -78,7 +88,7 @@ class DistillationRow(Row):
             text = words(g)
             return {"input_ids": text, "labels": text}
 
-        return _tried(self.build, Recipe("text", draw, batching))
+        return _tried(build, Recipe("text", draw, batching))
 
 
 class Joined(nn.Module):
@@ -125,23 +135,26 @@ class TowerRow(Row):
 
     def entry(self) -> RowEntry:
         """Texts, every second of them with an image or a sound."""
-        bare = self.own.build()
+        return first_of_sizes(self.own, self._entry_of_sizes)
+
+    def _entry_of_sizes(self, own: ModelRow) -> RowEntry:
+        bare = own.build()
         error: Exception = RecipeError("no recipe for a tower")
         for seen in recipes("hidden", HiddenTower(bare)):
             if seen.batching.padded:
                 continue  # of one size, so that each gives equally many features
             try:
-                return self._entry(seen)
+                return self._entry(own, seen)
             except Exception as failed:  # whatever the model's code raises
                 error = failed
         raise RecipeError(f"{type(error).__name__}: {error}") from error
 
-    def _entry(self, seen: Recipe) -> RowEntry:
+    def _entry(self, own: ModelRow, seen: Recipe) -> RowEntry:
         example = seen.batching.collate([seen.draw(torch.Generator().manual_seed(0))])
 
         def build() -> nn.Module:
             device = torch.get_default_device()
-            return Joined(self.own.build(), {k: v.to(device) for k, v in example.items()})
+            return Joined(own.build(), {k: v.to(device) for k, v in example.items()})
 
         tokens = build().tokens
         assert isinstance(tokens, int)
@@ -341,8 +354,10 @@ def compound_rows() -> dict[str, Row]:
         if not name.startswith(("images/", "audio/", "video/", "ctc/")) or model_type not in bases:
             continue
         if isinstance(row, ModelRow):
-            base = bases[model_type]
-            own = ModelRow(name, "base", model_type, base if isinstance(base, str) else base[0])
+            inside = f"{model_type}_vision_model"  # of a model of images and texts
+            kind = inside if inside in bases else model_type
+            base = bases[kind]
+            own = ModelRow(name, "base", kind, base if isinstance(base, str) else base[0])
             rows[f"tower/{model_type}"] = TowerRow(f"tower/{model_type}", own)
     for class_name in DIFFUSERS:
         rows[f"diffusers/{class_name}"] = DiffusersRow(f"diffusers/{class_name}", class_name)

@@ -22,6 +22,7 @@ from tools.zoo_models.entry import Sample
 from tools.zoo_models.samples import IGNORED, integer
 
 FIXED = (16, 17)  # texts of one length
+END = 2  # the token behind a text
 TRIED_BATCH = 12
 
 
@@ -81,11 +82,13 @@ def find_recipe(task: str, model: nn.Module) -> Recipe:
 
 
 def try_recipe(model: nn.Module, recipe: Recipe) -> None:
-    """Trains one batch in plain PyTorch. Raises whatever fails."""
+    """Trains a batch, and a sample alone, in plain PyTorch. Raises whatever fails. A group norm over a
+    feature map of one pixel, for example, takes batches only, so larger images are drawn then."""
     samples = [recipe.draw(torch.Generator().manual_seed(i)) for i in range(TRIED_BATCH)]
-    loss = loss_of(model(**recipe.batching.collate(samples)))
-    if not torch.isfinite(loss):
-        raise RecipeError(f"the loss is {float(loss)}")
+    for batch in (samples, samples[:1]):
+        loss = loss_of(model(**recipe.batching.collate(batch)))
+        if not torch.isfinite(loss):
+            raise RecipeError(f"the loss is {float(loss)}")
     loss.backward()
     model.zero_grad(set_to_none=True)
 
@@ -226,11 +229,11 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
     channels, height, width = image_shape(config)
     masked = {"input_ids": "attention_mask"} if "attention_mask" in names else {}
     if "input_ids" in names and "pixel_values" not in names and "input_features" not in names:
-        for lengths in ((5, 18), FIXED):
+        for lengths, end in (((5, 18), []), (FIXED, []), ((5, 18), [END])):
             fixed = lengths == FIXED
 
-            def text(g: torch.Generator, lengths: tuple[int, int] = lengths) -> Sample:
-                ids = words(g, lengths)
+            def text(g: torch.Generator, lengths: tuple[int, int] = lengths, end: list[int] = end) -> Sample:
+                ids = torch.cat([words(g, lengths), torch.tensor(end, dtype=torch.long)])
                 if choices:
                     others = (words(g, (len(ids), len(ids) + 1)) for _ in range(choices - 1))
                     return {"input_ids": torch.stack([ids, *others])}
@@ -245,7 +248,8 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
                     yield Recipe("fixed text", text, Batching())
                 continue
             batching = Batching({"input_ids": 0, "bbox": 0}, masks=masked)
-            yield Recipe("fixed text" if fixed else "text", text, batching)
+            name = "fixed text" if fixed else "text with an end" if end else "text"
+            yield Recipe(name, text, batching)
         return
     if "input_ids" in names and ("pixel_values" in names or "image" in names):
         key = "pixel_values" if "pixel_values" in names else "image"
@@ -260,6 +264,7 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
 
         yield Recipe("text and image", pair, Batching({"input_ids": 0, "bbox": 0}, masks=masked))
         return
+    yield from _patches_with_grids(names, config)
     for size in dict.fromkeys((height, 32, 64, 224)):
         if "pixel_values" in names:
             if config_value(config, "num_frames") is not None:
@@ -300,6 +305,26 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
         length = int(config_value(config, "context_length", default=32))
         inputs = int(config_value(config, "num_input_channels", default=1))
         yield Recipe("series", _drawn("past_values", length, inputs), Batching())
+
+
+def _patches_with_grids(names: set[str], config: Any) -> Iterator[Recipe]:
+    """Images of various sizes as patches, all images of a batch one behind the other."""
+    grid = next((k for k in ("grid_thw", "image_grid_thw") if k in names), None)
+    key = next((k for k in ("pixel_values", "hidden_states") if k in names), None)
+    if grid is None or key is None:
+        return
+    channels = image_shape(config)[0]
+    patch = int(config_value(config, "patch_size", default=14))
+    merge = int(config_value(config, "spatial_merge_size", "merge_size", default=2))
+    for temporal in (int(config_value(config, "temporal_patch_size", default=2)), 1):
+
+        def patches(g: torch.Generator, temporal: int = temporal) -> Sample:
+            h, w = merge * integer(g, 1, 3), merge * integer(g, 1, 3)
+            sample: Sample = {key: noise(g, h * w, channels * temporal * patch * patch)}
+            sample[grid] = torch.tensor([[1, h, w]])
+            return sample | ({"merge_sizes": torch.tensor([merge])} if "merge_sizes" in names else {})
+
+        yield Recipe("image patches", patches, Batching(joined=frozenset({key, grid, "merge_sizes"})))
 
 
 def _drawn(key: str, *shape: int) -> Draw:

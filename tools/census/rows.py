@@ -12,7 +12,7 @@ _SOURCE = '''"""{name}: a row of the census."""
 
 from tools.census.rows import entry
 
-_ENTRY = entry("{name}")
+_ENTRY = entry("{name}"){variant}
 model, dataset = _ENTRY.model, _ENTRY.dataset
 {collate}'''
 
@@ -29,6 +29,7 @@ def entry(name: str) -> RowEntry:
     return rows()[name].entry()
 
 
-def model_file(name: str) -> str:
-    """The text of a row's model file."""
-    return _SOURCE.format(name=name, collate="collate = _ENTRY.collate\n" if entry(name).collate else "")
+def model_file(name: str, double: bool = False) -> str:
+    """The text of a row's model file; with `double`, weights and samples are in float64."""
+    collate = "collate = _ENTRY.collate\n" if entry(name).collate else ""
+    return _SOURCE.format(name=name, variant=".in_float64()" if double else "", collate=collate)

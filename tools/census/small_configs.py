@@ -8,6 +8,7 @@ in the same way. Where a model type asks for more, `EXCEPTIONS` has its values.
 from __future__ import annotations
 
 import copy
+import enum
 import inspect
 import re
 from collections.abc import Mapping
@@ -72,6 +73,8 @@ _NUMBERS: dict[str, Any] = {
 # Numbers that some classes leave open.
 _FILLED = ("head_dim", "num_experts_per_tok", "n_routed_experts", "num_key_value_heads", "decoder_vocab_size")
 _SILENT = re.compile(r"drop|mask_time_prob|mask_feature_prob|jitter|apply_spec_augment")
+_DEPTH = re.compile(r"depths?$|num_layers|layers_per|repeats|num_blocks|blocks_per")
+_SMALL_ANYWAY = re.compile(r"vocab|image_size|position|num_labels|num_frames|num_mel_bins|layers?$")
 _SPECIAL_TOKEN = re.compile(r"_(token_id|token_index)$")
 
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -83,7 +86,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "paddleocr_vl_text": {"rope_parameters": _MROPE},
     "cosmos3_edge_text": {"rope_parameters": _MROPE},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
-    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
+    "dots1": {"n_shared_experts": 1},
+    "mimi": {"upsample_groups": HIDDEN},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 8]},
     "wav2vec2-bert": {"vocab_size": VOCABULARY},
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
@@ -92,9 +98,20 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def small_config(kind: type[T.PreTrainedConfig], **given: Any) -> T.PreTrainedConfig:
+class Sizes(enum.Enum):
+    """What is made small. The first choice with which plain PyTorch trains a model counts: widths of the
+    stages of a convolutional tower often hang together in ways that no rule knows."""
+
+    ALL = "all sizes"
+    NUMBERS = "all but lists of widths"
+    DEPTHS = "depths, images and vocabulary"
+
+
+def small_config(
+    kind: type[T.PreTrainedConfig], sizes: Sizes = Sizes.ALL, **given: Any
+) -> T.PreTrainedConfig:
     """A small configuration of class `kind`; `given` values go over what the rules choose."""
-    config = kind(**_small_values(kind(), Tokens()) | given)
+    config = kind(**_small_values(kind(), Tokens(), sizes) | given)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
         if vars(config).get(name) is None:
             setattr(config, name, _NUMBERS[name])
@@ -112,7 +129,7 @@ class Tokens:
         return self.next - 1
 
 
-def _small_values(config: T.PreTrainedConfig, tokens: Tokens) -> dict[str, Any]:
+def _small_values(config: T.PreTrainedConfig, tokens: Tokens, sizes: Sizes) -> dict[str, Any]:
     """Keyword arguments of the configuration class for a small model."""
     values = dict[str, Any]()
     names = inspect.signature(type(config).__init__).parameters
@@ -128,16 +145,18 @@ def _small_values(config: T.PreTrainedConfig, tokens: Tokens) -> dict[str, Any]:
         if old is None and isinstance(kind, type) and issubclass(kind, T.PreTrainedConfig):
             old = kind()  # an optional part
             values[name] = old
-        new = _small_value(name, old, config, tokens)
+        new = _small_value(name, old, config, tokens, sizes)
         if new is not old:
             values[name] = new
     _fit_layer_types(config, values)
     return values | copy.deepcopy(EXCEPTIONS.get(config.model_type, {}))
 
 
-def _small_value(name: str, old: Any, config: T.PreTrainedConfig, tokens: Tokens) -> Any:
+def _small_value(name: str, old: Any, config: T.PreTrainedConfig, tokens: Tokens, sizes: Sizes) -> Any:
     if isinstance(old, T.PreTrainedConfig):
-        return type(old)(**_small_values(old, tokens))
+        return type(old)(**_small_values(old, tokens, sizes))
+    if _keeps_size(name, old, sizes):
+        return old
     if _SILENT.search(name) and isinstance(old, float | bool):
         return type(old)(0)
     if isinstance(old, bool):
@@ -162,7 +181,7 @@ def _small_value(name: str, old: Any, config: T.PreTrainedConfig, tokens: Tokens
     ):
         return type(old)(min(o, _NUMBERS[name]) for o in old)
     if isinstance(old, list | tuple) and old and all(isinstance(o, int) for o in old):
-        if re.search(r"depths?$|num_layers|layers_per|repeats|num_blocks|blocks_per", name):
+        if _DEPTH.search(name):
             return type(old)(min(o, 1) for o in old)
         if re.search(r"dim|size|channels|width", name) and max(old) >= 64:
             ranks = sorted(set(old))
@@ -170,6 +189,15 @@ def _small_value(name: str, old: Any, config: T.PreTrainedConfig, tokens: Tokens
         if re.search(r"heads", name):
             return type(old)(min(o, 2) for o in old)
     return old
+
+
+def _keeps_size(name: str, old: Any, sizes: Sizes) -> bool:
+    if _DEPTH.search(name) or sizes is Sizes.ALL:
+        return False
+    if isinstance(old, list | tuple):
+        return name not in ("image_size", "patch_size")
+    kept = isinstance(old, int) and not isinstance(old, bool) and not name.endswith("_id")
+    return sizes is Sizes.DEPTHS and kept and not _SMALL_ANYWAY.search(name)
 
 
 def _fit_layer_types(config: T.PreTrainedConfig, values: dict[str, Any]) -> None:

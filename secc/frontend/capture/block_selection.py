@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from secc.errors import UserError
+from secc.runtime.model.function_blocks import FunctionBlock
 from secc.runtime.recorder import BlockError, CallObserver, Recorder
 from secc.runtime.recorder.nested_values import iter_tensors
 from secc.runtime.sections.recompute import is_layer_stack
@@ -156,10 +157,10 @@ class ModuleTree:
         named: frozenset[str],
         selected: list[str],
     ) -> None:
-        if path in named:
+        module = self.modules[path]
+        if path in named or isinstance(module, FunctionBlock):
             selected.append(path)
             return
-        module = self.modules[path]
         around_named = any(n.startswith(f"{path}.") for n in named)
         if (
             path
@@ -232,7 +233,7 @@ def _trace_module_calls(
 ) -> dict[str, ModuleCalls]:
     """Runs forward for every pattern with the layers opaque, and notes what each module outside of layers
     was called with."""
-    blocks = tree.stack_layers()
+    blocks = [*tree.stack_layers(), *(p for p, m in tree.modules.items() if isinstance(m, FunctionBlock))]
     while True:
         seen: dict[str, ModuleCalls] = {}
         recorder.use_blocks(blocks)
@@ -243,7 +244,8 @@ def _trace_module_calls(
             return seen
         except BlockError as error:
             other = error.suggest_blocks(blocks)
-            if other is None:
+            around = seen.get(error.coarser or "")
+            if other is None or (error.functions and around is not None and around.took_labels):
                 raise
             blocks = other
 

@@ -33,8 +33,9 @@ from secc.frontend.capture.shared_explanations import SharedExplanations
 from secc.frontend.dataset.input_symbols import ModelInputs
 from secc.frontend.dataset.survey import DatasetSurvey, InputPattern
 from secc.ir.dialect.readable_names import BUFFER_CONSTANT_PREFIX
+from secc.runtime.model.function_blocks import add_function_block, block_path
 from secc.runtime.model.source_lines import forward_source_line
-from secc.runtime.model.user_file import UserModel
+from secc.runtime.model.user_file import UserModel, model_file_module
 from secc.runtime.plan.schema import RandomOp
 from secc.runtime.recorder import BlockError, Hazard, Recorder
 from secc.runtime.recorder.loss_loops import find_loss_loops as loops_in
@@ -143,7 +144,63 @@ def capture_model(
     before: an earlier capture of the model with the same samples. Raises UserError, with file:line and
     remedy, for what cannot be captured.
     """
-    recorder = Recorder(model, ()) if before is None else before.recorder
+    chosen = _FunctionChoice(user, model)
+    while True:
+        recorder = Recorder(model, ()) if before is None else before.recorder
+        try:
+            capture = _capture_with_blocks(user, model, survey, inputs, cut, blocks, before, recorder)
+            capture.notes[:0] = chosen.notes
+            return capture
+        except BlockError as error:
+            if before is not None or not chosen.try_next(error):
+                raise
+
+
+class _FunctionChoice:
+    """Chooses functions of the user's code as blocks where modules do not let a capture succeed: of those
+    that run where it fails the outermost that can be a block."""
+
+    def __init__(self, user: UserModel, model: nn.Module) -> None:
+        self.notes = list[CaptureNote]()
+        self._user, self._model = user, model
+        self._choices = list[str]()  # instead of the last choice
+        self._first_error: BlockError | None = None
+
+    def try_next(self, error: BlockError) -> bool:
+        """Gives the model another function as a block. Returns False if no function helps; raises the error
+        for which the functions were tried if none of them can be a block."""
+        if self._first_error is not None and error.path == block_path(self._user.function_blocks[-1]):
+            self._take_back()
+            if not self._choices:
+                raise self._first_error from None
+        else:
+            self._choices = [f for f in error.functions if f not in self._user.function_blocks]
+            if not self._choices:
+                return False
+            self._first_error = error
+        function = self._choices.pop(0)
+        self._user.function_blocks += (function,)
+        path = add_function_block(self._model, function, model_file_module(self._model))
+        reason = f"this function is one block, because {self._first_error.message}"
+        self.notes.append(CaptureNote(path, reason, self._first_error.where))
+        return True
+
+    def _take_back(self) -> None:
+        self._user.function_blocks = self._user.function_blocks[:-1]
+        delattr(self._model, self.notes.pop().path)
+
+
+def _capture_with_blocks(
+    user: UserModel,
+    model: nn.Module,
+    survey: DatasetSurvey,
+    inputs: ModelInputs,
+    cut: Collection[str],
+    blocks: Sequence[str],
+    before: Capture | None,
+    recorder: Recorder,
+) -> Capture:
+    """Captures `model` with the functions that it has as blocks; see `capture_model`."""
     recorder.keeps_scalars, recorder.kept_tensors = True, user.metric_tensors
     batches = {p: ProbeBatches(user, survey, inputs, p, recorder) for p in survey.micro_batch_patterns()}
     frontier = select_blocks(
@@ -276,6 +333,9 @@ class _CaseFinder:
         `error` if there are none."""
         blocks = self.frontier.blocks
         around = error.coarser if isinstance(error, BlockError) else error.module or None
+        calls = self.frontier.module_calls.get(around or "")
+        if isinstance(error, BlockError) and error.functions and calls is not None and calls.returned_loss:
+            raise error  # a function hides less
         if isinstance(error, BlockError) and error.parts:
             self.frontier.notes.append(
                 CaptureNote(error.path, f"its parts are blocks, because {error.message}", error.where)

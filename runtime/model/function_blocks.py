@@ -1,0 +1,177 @@
+"""Functions of the user's code that are blocks: a function between modules that reads values of a block's
+result (a matching by `scipy`, a check that raises) cannot be recorded, but it can be called as it is.
+
+A `FunctionBlock` is a module without weights that calls the function. It is a child of the model in the
+compiler and on every rank, under the function's name, so that sections call it as any other block. While
+forward is recorded, calls of the function go to the module, wherever the user's code holds the function.
+
+A function is named `MODULE:QUALIFIED NAME`; the model file, which is imported under many names, is module "".
+An argument that is neither a tensor nor plain data, but a module of the model or an attribute of one
+(`self.config`), is passed by its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from secc.runtime.model.source_lines import is_internal_file
+
+_REFERENCE_KEY = "*attribute"  # of a dict that stands for an attribute of a module: [module path, name]
+_PLAIN = (bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device, type(None))
+CallHandler = Callable[["FunctionBlock", tuple[Any, ...], dict[str, Any]], Any]
+
+
+class FunctionBlock(nn.Module):
+    """Calls a function of the user's code with the arguments that the function takes. Each function has a
+    subclass of its own, with the function's name, so that messages and caches tell them apart."""
+
+    def __init__(self, function: FunctionType, root: nn.Module) -> None:
+        super().__init__()
+        self.function = _copy_function(function)  # calls that are intercepted do not reach this one
+        self.intercepted = (function,)
+        self._root = (root,)  # no submodule
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        modules = dict(self._root[0].named_modules())
+        args, kwargs = _resolve_references((args, kwargs), modules)
+        return self.function(*args, **kwargs)
+
+    def name_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments with references in place of the model's modules and their attributes."""
+        known = dict[int, tuple[str, str]]()
+        for path, module in self._root[0].named_modules():
+            known.setdefault(id(module), (path, ""))
+            for name, value in vars(module).items():
+                if not name.startswith("_") and not isinstance(value, (*_PLAIN, list, tuple, dict)):
+                    known.setdefault(id(value), (path, name))
+        return _replace_leaves(
+            (args, kwargs), lambda v: {_REFERENCE_KEY: list(known[id(v)])} if id(v) in known else v
+        )
+
+
+def add_function_block(model: nn.Module, function: str, model_file: str) -> str:
+    """Add a function to the model as a block; a model that has it stays as it is. model_file: name of the
+    imported module that "" stands for. Returns the block's path. Raises ImportError or AttributeError if the
+    function cannot be found."""
+    path, found = block_path(function), _find_function(function, model_file)
+    if path not in dict(model.named_children()):
+        kind = type(found.__name__, (FunctionBlock,), {"__module__": found.__module__})
+        model.add_module(path, kind(found, model))
+    return path
+
+
+def block_path(function: str) -> str:
+    """Return the path of a function's block."""
+    return re.sub(r"\W+", "_", function.rpartition(":")[2])
+
+
+def function_blocks_of(model: nn.Module) -> dict[str, FunctionBlock]:
+    """Return the function blocks of a model by path."""
+    return {path: m for path, m in model.named_children() if isinstance(m, FunctionBlock)}
+
+
+def find_running_functions(forward: CodeType | None, is_model_file: Callable[[str], bool]) -> list[str]:
+    """Return the names of the functions that run inside the innermost call of `forward`, outermost first, as
+    far as a plan can name them: functions and methods of a file's top level without variables of an outer
+    function."""
+    frames, frame = list[FrameType](), sys._getframe(1)
+    while frame is not None and frame.f_code is not forward:
+        frames.append(frame)
+        frame = frame.f_back
+    if frame is None:
+        return []
+    names = list[str]()
+    for inner in reversed(frames):
+        module, code = str(inner.f_globals.get("__name__")), inner.f_code
+        if is_internal_file(code.co_filename) or code.co_freevars or module == "__main__":
+            continue
+        try:
+            found = _unwrap(operator.attrgetter(code.co_qualname)(sys.modules[module]))
+        except (KeyError, AttributeError):
+            continue
+        if found is not None and found.__code__ is code:
+            names.append(f"{'' if is_model_file(module) else module}:{code.co_qualname}")
+    return list(dict.fromkeys(names))
+
+
+@contextmanager
+def intercepted_functions(model: nn.Module, handle: CallHandler) -> Iterator[None]:
+    """Let `handle(block, args, kwargs)` replace every call of the functions of a model's function blocks.
+
+    The code of the function itself is replaced, since the user's code may hold it under any name.
+    """
+    with ExitStack() as stack:
+        for block in function_blocks_of(model).values():
+            (function,) = block.intercepted
+            stack.callback(setattr, function, "__code__", function.__code__)
+            function.__code__ = _code_that_calls(
+                lambda *args, _block=block, **kwargs: handle(_block, args, kwargs), function
+            )
+        yield
+
+
+def _code_that_calls(handler: Callable[..., Any], function: FunctionType) -> CodeType:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        handler: Any = "handler"
+        return handler(*args, **kwargs)
+
+    constants = tuple(handler if c == "handler" else c for c in call.__code__.co_consts)
+    old = function.__code__
+    return call.__code__.replace(
+        co_consts=constants, co_filename=old.co_filename, co_firstlineno=old.co_firstlineno
+    )
+
+
+def _find_function(function: str, model_file: str) -> FunctionType:
+    module, _, name = function.rpartition(":")
+    found = _unwrap(operator.attrgetter(name)(importlib.import_module(module or model_file)))
+    if found is None:
+        raise AttributeError(f"{name} is not a function written in Python")
+    return found
+
+
+def _unwrap(value: Any) -> FunctionType | None:
+    """Return the function behind decorators that keep it as `__wrapped__`."""
+    while (inner := getattr(value, "__wrapped__", None)) is not None:
+        value = inner
+    return value if isinstance(value, FunctionType) else None
+
+
+def _copy_function(function: FunctionType) -> FunctionType:
+    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    copied.__kwdefaults__, copied.__qualname__ = function.__kwdefaults__, function.__qualname__
+    return copied
+
+
+def _resolve_references(value: Any, modules: Mapping[str, nn.Module]) -> Any:
+    """Return arguments with the model's own objects in place of references."""
+    if isinstance(value, dict) and set(value) == {_REFERENCE_KEY}:
+        path, name = value[_REFERENCE_KEY]
+        return getattr(modules[path], name) if name else modules[path]
+    if isinstance(value, dict):
+        return {key: _resolve_references(child, modules) for key, child in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_resolve_references(child, modules) for child in value)
+    return value
+
+
+def _replace_leaves(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return lists, tuples and plain dicts with other values replaced; tensors and plain data stay."""
+    if isinstance(value, _PLAIN):
+        return value
+    if type(value) is dict:
+        return {key: _replace_leaves(child, leaf) for key, child in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replace_leaves(child, leaf) for child in value)
+    return leaf(value)

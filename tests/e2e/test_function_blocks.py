@@ -1,0 +1,96 @@
+"""Functions of the user's code that read values of blocks' results are blocks: those that give rows work in
+micro-batches, those that compute the loss take all samples of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
+from secc.errors import InexactPlan, UserError
+from secc.report.html_page import report_page
+from tests.e2e.harness import find_differences
+from tools.compare_training import train_distributed, train_in_one_process, write_recording_model
+
+MODELS = Path(__file__).parent.parent / "models"
+PSEUDO_LABELS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def choose(scores):
+    return torch.tensor([row.index(max(row)) for row in scores.tolist()])
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 3)
+
+    def forward(self, x):
+        scores = self.head(self.layers(x))
+        return F.cross_entropy(scores, choose(scores))
+
+
+def model():
+    return Model()
+
+
+def dataset():
+    return [{"x": torch.randn(4, generator=torch.Generator().manual_seed(i))} for i in range(48)]
+"""
+
+
+def test_a_loss_with_a_matching_takes_all_samples_of_a_step() -> None:
+    options = CompileOptions(cluster="local:2", global_batch=12)
+    plan = check_exactness(compile_model(MODELS / "matched_boxes.py", options), required=True).plan
+    assert plan.model.functions == (":detection_loss",)
+    assert [(s.blocks, s.whole_batch) for s in plan.sections] == [
+        (("encoder", "classes", "boxes"), False),
+        (("detection_loss",), True),
+    ]
+    notes = " ".join((*plan.checks["notes"], *plan.checks["logged"]))
+    assert "detection_loss: this function is one block, because Python reads a value" in notes
+    assert "detection_loss computes all samples of a step at once on one rank" in notes
+
+
+def test_a_function_with_rows_works_in_micro_batches(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(PSEUDO_LABELS)
+    options = CompileOptions(cluster="local:2", global_batch=12)
+    plan = check_exactness(compile_model(tmp_path / "model.py", options), required=True).plan
+    assert plan.model.functions == (":choose",) and not any(s.whole_batch for s in plan.sections)
+
+
+def test_a_function_that_mixes_rows_is_not_exact(tmp_path: Path) -> None:
+    mixing = PSEUDO_LABELS.replace("scores.tolist()", "(scores - scores.mean(0)).tolist()")
+    (tmp_path / "model.py").write_text(mixing)
+    with pytest.raises(InexactPlan):
+        check_exactness(compile_model(tmp_path / "model.py", CompileOptions()), required=True)
+
+
+def test_a_function_inside_another_is_refused_as_before(tmp_path: Path) -> None:
+    inner = PSEUDO_LABELS.replace(
+        "choose(scores))", "(lambda s: torch.tensor(s.argmax(1).tolist()))(scores))"
+    )
+    (tmp_path / "model.py").write_text(inner)
+    with pytest.raises(UserError, match=r"Python reads a value \(item\) that depends on"):
+        compile_model(tmp_path / "model.py", CompileOptions())
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["matched_boxes", "pseudo_labels"])
+def test_functions_train_as_in_plain_pytorch(name: str, tmp_path: Path) -> None:
+    (tmp_path / "pseudo_labels.py").write_text(PSEUDO_LABELS)
+    (tmp_path / "matched_boxes.py").write_text((MODELS / "matched_boxes.py").read_text())
+    model = write_recording_model(name, tmp_path, tmp_path)
+    options = CompileOptions(cluster="local:3", global_batch=12)
+    compiled = check_exactness(compile_model(model, options), required=True)
+    compiled.write_plan(tmp_path / "plan", report_page)
+    reference = train_in_one_process(model, 12, 4, tmp_path / "plain")
+    found = train_distributed(tmp_path / "plan", compiled.plan.world_size, 4, tmp_path / "run")
+    assert list(find_differences(found, reference)) == []
