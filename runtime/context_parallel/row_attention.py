@@ -15,6 +15,7 @@ the same for all heads. Calls that do not fit gather.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from secc.runtime.context_parallel import row_exchange
-from secc.runtime.context_parallel.row_marks import RowMark, mark_of, repeat_of, set_mark
+from secc.runtime.context_parallel.row_marks import RowMark, Run, mark_of, repeat_of, set_mark
 
 if TYPE_CHECKING:
     from secc.runtime.context_parallel.row_mode import RowMode
@@ -43,6 +44,11 @@ def attention_rule(mode: RowMode, func: Any, args: list[Any], kwargs: dict[str, 
     )
     if mark is None or mark.dim != query.ndim - 2 or not mark.is_plain or query.ndim < key.ndim:
         return mode.gather_for(func, args, kwargs)
+    if not given.get("dropout_p") and mark_of(mask) is None and _is_on_one_rank(mark, key, value):
+        with torch._C.DisableTorchFunction():  # sizes are those of the rank: all rows, or none
+            mask = None if not query.shape[-2] else mask
+            more |= {"is_causal": bool(given.get("is_causal"))}
+            return set_mark(F.scaled_dot_product_attention(query, key, value, mask, **more), mark)
     if mode.attention == "ulysses" and not given.get("dropout_p"):
         exchanged = _exchange_heads(mode, query, key, value, mask)
         if exchanged is not None:
@@ -59,11 +65,19 @@ def attention_rule(mode: RowMode, func: Any, args: list[Any], kwargs: dict[str, 
         rows = mark.entries(mode.group.index, query.device)
         mask = rows[:, None] >= torch.arange(key.shape[-2], device=query.device)
     elif is_causal:
-        return set_mark(_causal_attention(mode, query, key, value, mark, more), mark)
+        runs = mark.rows.runs[mode.group.index]
+        return set_mark(attend_causally(query, key, value, runs, more), mark)
     if not dropout:
         return set_mark(F.scaled_dot_product_attention(query, key, value, mask, **more), mark)
     with mode.drawing(mark, query.device):
         return set_mark(F.scaled_dot_product_attention(query, key, value, mask, dropout, **more), mark)
+
+
+def _is_on_one_rank(mark: RowMark, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether one rank holds all queries, keys and values: a picture, or a frame of a video, by itself."""
+    if sum(map(bool, mark.rows.counts)) != 1:
+        return False
+    return all((m := mark_of(t)) is not None and m.is_plain and m.rows == mark.rows for t in (key, value))
 
 
 def _exchange_heads(
@@ -114,16 +128,16 @@ def _mask_of_rows(mode: RowMode, mask: torch.Tensor, own: RowMark) -> torch.Tens
     return set_mark(mode.take(mask, own.at_dim(mask.ndim - 2)), None)
 
 
-def _causal_attention(
-    mode: RowMode,
+def attend_causally(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mark: RowMark,
+    runs: Sequence[Run],
     more: dict[str, Any],
 ) -> torch.Tensor:
-    """Returns causal attention of the rank's runs of queries, each over the keys up to its end."""
-    runs, outs = mark.rows.runs[mode.group.index], list[torch.Tensor]()
+    """Returns causal attention of a rank's `runs` of queries [samples, heads, rows, width], each over the
+    keys up to its end; keys and values are [samples, heads, all rows, width]. more: options of the call."""
+    outs = list[torch.Tensor]()
     pieces = query.split([stop - start for start, stop in runs], -2) if runs else ()
     for (start, stop), piece in zip(runs, pieces, strict=True):
         keys, values = key[..., :stop, :], value[..., :stop, :]

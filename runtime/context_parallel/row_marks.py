@@ -83,6 +83,15 @@ def deal_rows(size: int, count: int) -> Rows:
     return Rows(size, tuple(dealt))
 
 
+@cache
+def deal_pieces(ends: tuple[int, ...], count: int) -> Rows:
+    """Deals rows to `count` ranks in whole pieces, which end at `ends` (ascending, the last one is the number
+    of rows). Each rank gets neighbouring pieces: the cuts are those next to equal numbers of rows."""
+    cuts = [min(ends, key=lambda end: abs(count * end - i * ends[-1])) for i in range(1, count)]
+    runs = [(start, stop) for start, stop in pairwise([0, *cuts, ends[-1]])]
+    return Rows(ends[-1], tuple(((run,) if run[0] < run[1] else ()) for run in runs))
+
+
 @dataclass(frozen=True)
 class RowMark:
     """This tensor holds a rank's rows of a whole tensor along `dim`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from secc.runtime.context_parallel import row_exchange
 from secc.runtime.context_parallel.row_marks import (
     RowMark,
+    deal_pieces,
     deal_rows,
     mark_of,
     marked_tensors,
@@ -90,9 +91,12 @@ class RowMode(TorchFunctionMode):
             shape[mark.dim] = mark.whole_size
         return shape
 
-    def take_own_rows(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns this rank's rows of a whole tensor along `dim`, marked."""
-        return self.take(whole, RowMark(dim, deal_rows(whole.shape[dim], self.group.size)))
+    def take_own_rows(self, whole: torch.Tensor, dim: int, ends: Sequence[int] = ()) -> torch.Tensor:
+        """Returns this rank's rows of a whole tensor along `dim`, marked. ends: where pieces end that attend
+        to themselves; ranks get whole pieces if there are enough."""
+        size, count = whole.shape[dim], self.group.size
+        rows = deal_pieces(tuple(ends), count) if len(ends) >= count else deal_rows(size, count)
+        return self.take(whole, RowMark(dim, rows))
 
     def take(self, whole: torch.Tensor, mark: RowMark) -> torch.Tensor:
         """Returns the rows of a whole tensor that match `mark`, marked."""
@@ -198,22 +202,41 @@ def bind_active_mode(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def split_first_input(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the forward of a layer, so that it gets a rank's rows of its first tensor [samples, rows, width]
-    if that is whole."""
+    or [rows, width] if that is whole. The latter are, in towers, the patches of several pictures: ranks get
+    whole pictures, or frames of a video, if there are enough and an argument says where each ends."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         mode = active_row_mode()
         if mode is None:
             return forward(*args, **kwargs)
-        given: Iterable[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items())
-        place, first = next(((p, t) for p, t in given if is_hidden_state(t)), (0, None))
+        given: Sequence[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items())
+        found = [(p, t) for ndim in (3, 2) for p, t in given if is_hidden_state(t) and t.ndim == ndim]
+        place, first = found[0] if found else (0, None)
         if first is None or mark_of(first) is not None:
             return forward(*args, **kwargs)
-        own = mode.take_own_rows(first, 1)
+        own = mode.take_own_rows(first, first.ndim - 2, _ends_of_pieces(first, (*args, *kwargs.values())))
         if isinstance(place, str):
             return forward(*args, **kwargs | {place: own})
         return forward(*args[:place], own, *args[place + 1 :], **kwargs)
 
     return run
+
+
+def _ends_of_pieces(hidden: torch.Tensor, arguments: Sequence[Any]) -> tuple[int, ...]:
+    """Returns where pictures end in `hidden` [rows, width]: cumulative lengths among the arguments, from 0 to
+    the number of rows (variable-length attention takes them so). () if there are none."""
+    for lengths in arguments:
+        if (
+            hidden.ndim == 2
+            and isinstance(lengths, torch.Tensor)
+            and lengths.dtype in (torch.int32, torch.int64)
+            and lengths.ndim == 1
+            and len(lengths) > 1
+        ):
+            ends: list[int] = lengths.tolist()  # pyright: ignore[reportUnknownMemberType]
+            if ends[0] == 0 and ends[-1] == len(hidden) and ends == sorted(ends):
+                return tuple(end for end in sorted(set(ends)) if end)
+    return ()
 
 
 def run_on_own_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,8 +271,8 @@ def _whole_arguments(args: Any, kwargs: Any) -> Any:
 
 
 def is_hidden_state(value: Any) -> bool:
-    """Whether an argument of a layer is a tensor [samples, rows, width] of floats."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim == 3
+    """Whether an argument of a layer is a tensor [samples, rows, width] or [rows, width] of floats."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim in (2, 3)
 
 
 def _apply_on_rows(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -52,6 +52,8 @@ ROWS: dict[str, list[tuple[int, str]]] = {
     ],
     "qwen2_5_vl": [
         (3, "visual.dp=1 language_model.cp=2 language_model.recompute=full"),
+        (3, "visual.cp=2 language_model.dp=1 visual.recompute=full"),
+        (5, "visual.cp=3 language_model.cp=2 visual.micro_batch=1"),
         (5, "visual.dp=1 language_model.cp=4 language_model.micro_batch=2"),
     ],
     "t5": [
