@@ -16,6 +16,7 @@ from secc.runtime.context_parallel.row_marks import deal_pieces
 from tests.context_parallel.test_row_mode import assert_same
 
 SIZES: dict[str, Any] = {
+    "attn_implementation": "sdpa",
     "depth": 2,
     "hidden_size": 32,
     "num_heads": 4,
@@ -28,17 +29,17 @@ def _qwen2_5() -> nn.Module:
     """Windows in the first layer, whole frames in the second."""
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as code
 
-    config = hf.Qwen2_5_VLConfig(vision_config=SIZES | {"fullatt_block_indexes": [1], "window_size": 56})
-    return code.Qwen2_5_VisionTransformerPretrainedModel._from_config(config.vision_config)
+    config: Any = hf.Qwen2_5_VLConfig(vision_config=SIZES | {"fullatt_block_indexes": [1], "window_size": 56})
+    return code.Qwen2_5_VisionTransformerPretrainedModel(config.vision_config)
 
 
 def _qwen3() -> nn.Module:
     from transformers.models.qwen3_vl import modeling_qwen3_vl as code
 
-    config = hf.Qwen3VLConfig(
+    config: Any = hf.Qwen3VLConfig(
         vision_config=SIZES | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
     )
-    return code.Qwen3VLVisionModel._from_config(config.vision_config)
+    return code.Qwen3VLVisionModel(config.vision_config)
 
 
 class Tower(nn.Module):

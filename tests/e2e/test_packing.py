@@ -136,7 +136,11 @@ def test_packed_runs_train_as_plain_pytorch_with_padding(
     name: str, ranks: int, pins: str, tmp_path: Path
 ) -> None:
     path = write_named_recording_model(name, tmp_path)
-    options = {"cluster": f"local:{ranks}", "global_batch": GLOBAL_BATCH, "set": tuple(pins.split())}
+    options: dict[str, Any] = {
+        "cluster": f"local:{ranks}",
+        "global_batch": GLOBAL_BATCH,
+        "set": tuple(pins.split()),
+    }
     compile_and_write(path, tmp_path / "plan", pack="always", **options)
     expected = train_in_one_process(path, GLOBAL_BATCH, 2, tmp_path / "plain")
     found = train_distributed(tmp_path / "plan", ranks, 2, tmp_path / "run")
