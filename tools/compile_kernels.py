@@ -163,6 +163,11 @@ def _run_norms(width: int) -> Callable[[torch.dtype], None]:
         assert isinstance(normed, torch.Tensor)
         normed.sum().backward()
         kernels.layer_norm(x, weight, _random(dtype, width), residual=x)[0].sum().backward()
+        for both in (
+            kernels.layer_norm(x, weight, _random(dtype, width), residual=x),
+            kernels.rms_norm(x, weight, residual=x),
+        ):
+            (both[0] + both[1]).sum().backward()  # the sum is used, too
 
     return run
 

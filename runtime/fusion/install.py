@@ -9,6 +9,7 @@ names that they were captured with. It is used only for arguments like those of 
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from secc.runtime.tensor_parallel.rules.mark import mark_of
 
 FUSED_FILE = "sections/fused.py"
 _PLAIN_TENSOR_TYPES = (torch.Tensor, nn.Parameter)
-_FUSED_GLOBALS: dict[str, Any] = {
+RESERVED_NAMES: dict[str, Any] = {  # of every function of fused.py, before those of the user's module
     "torch": torch,
     "fused": operators,
     "device": torch.device,
@@ -96,7 +97,8 @@ def _replacements(
                     called, _compile_function(trees[rewrite.name], rewrite, called), None
                 )
             else:
-                fused = MethodType(_compile_function(trees[rewrite.name], rewrite, original), module)
+                made = _compile_function(trees[rewrite.name], rewrite, original)
+                fused = MethodType(_replace_wrapped(original.__func__, lambda _, made=made: made), module)
                 replacements.append((module, rewrite.method, _dispatch_plain(original, fused, module)))
     for (_, method), (module, names) in functions_by_method.items():
         replacements.append(
@@ -114,23 +116,29 @@ def _find_module(model: nn.Module, path: str, rewrite: CodeRewrite) -> nn.Module
 
 
 def _compile_function(tree: ast.FunctionDef, rewrite: CodeRewrite, own: UserCallable) -> FunctionType:
-    """Compiles a function of fused.py with the user's file and line number for each statement."""
+    """Compiles a function of fused.py with the user's file, line numbers, global names and defaults."""
+    tree = copy.deepcopy(tree)
     statements = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
-    for part, line in ((tree, rewrite.lines[0]), *zip(statements, rewrite.lines[1:], strict=True)):
-        for node in ast.walk(part):
-            if hasattr(node, "lineno"):
-                node.lineno = node.end_lineno = line  # pyright: ignore[reportAttributeAccessIssue]
-    file = inspect.unwrap(getattr(own, "__func__", own)).__code__.co_filename
-    names = dict(_FUSED_GLOBALS)
-    exec(compile(ast.Module([tree], []), file, "exec"), names)
-    return names[rewrite.name]
+    first = statements[0].lineno
+    for node in ast.walk(tree):
+        if hasattr(node, "lineno"):
+            line = rewrite.lines[max(0, node.lineno - first + 1)]  # pyright: ignore[reportAttributeAccessIssue]
+            node.lineno = node.end_lineno = line  # pyright: ignore[reportAttributeAccessIssue]
+    inner = inspect.unwrap(getattr(own, "__func__", own))
+    names = inner.__globals__ | RESERVED_NAMES
+    exec(compile(ast.Module([tree], []), inner.__code__.co_filename, "exec"), names)
+    made = names[rewrite.name]
+    if made.__defaults__ or made.__kwdefaults__:
+        made.__defaults__, made.__kwdefaults__ = inner.__defaults__, inner.__kwdefaults__
+    return made
 
 
 def _dispatch_plain(own: UserCallable, fused: UserCallable, module: nn.Module | None) -> UserCallable:
     """Returns a function that calls `fused` for plain tensors and arguments that it takes, else `own`."""
-    code = getattr(fused, "__func__", fused).__code__
-    names = frozenset(code.co_varnames[: code.co_argcount])
+    code = inspect.unwrap(getattr(fused, "__func__", fused)).__code__
+    names = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     most = code.co_argcount - (module is not None)
+    any_names = bool(code.co_flags & inspect.CO_VARKEYWORDS)
     weights = module._parameters.values() if module is not None else ()
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +147,7 @@ def _dispatch_plain(own: UserCallable, fused: UserCallable, module: nn.Module | 
             for a in (*args, *kwargs.values(), *weights)
             if isinstance(a, torch.Tensor)
         )
-        if plain and len(args) <= most and names.issuperset(kwargs):
+        if plain and len(args) <= most and (any_names or names.issuperset(kwargs)):
             return fused(*args, **kwargs)
         return own(*args, **kwargs)
 
@@ -153,19 +161,29 @@ def rebind_globals(function: FunctionType, names: dict[str, UserCallable]) -> Fu
 
     Raises ValueError for a decorator that hides the function that it wraps.
     """
+    return _replace_wrapped(
+        function, lambda inner: _copy_function(inner, inner.__globals__ | names, inner.__closure__)
+    )
+
+
+def _replace_wrapped(function: FunctionType, replace: Callable[[FunctionType], FunctionType]) -> FunctionType:
+    """Returns a function with the same decorators around what `replace` gives for the innermost function.
+
+    Raises ValueError for a decorator that hides the function that it wraps.
+    """
     wrapped = getattr(function, "__wrapped__", None)
     if wrapped is None:
-        return _copy_function(function, function.__globals__ | names, function.__closure__)
+        return replace(function)
     cells = function.__closure__ or ()
     if not isinstance(wrapped, FunctionType) or not any(_cell_content(c) is wrapped for c in cells):
         raise ValueError(f"{function.__qualname__} is wrapped in a way that hides its code")
-    rebound = rebind_globals(wrapped, names)
+    replaced = _replace_wrapped(wrapped, replace)
     copied = _copy_function(
         function,
         function.__globals__,
-        tuple(CellType(rebound) if _cell_content(c) is wrapped else c for c in cells),
+        tuple(CellType(replaced) if _cell_content(c) is wrapped else c for c in cells),
     )
-    copied.__wrapped__ = rebound  # pyright: ignore[reportFunctionMemberAccess]
+    copied.__wrapped__ = replaced  # pyright: ignore[reportFunctionMemberAccess]
     return copied
 
 

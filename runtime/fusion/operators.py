@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from secc.runtime import kernels
@@ -21,6 +24,7 @@ from secc.runtime.context_parallel.row_mode import active_row_mode
 from secc.runtime.tensor_parallel.rules.mark import ShardMark, mark_of, set_mark
 
 __all__ = [
+    "add_and_normalize",
     "geglu",
     "layer_norm",
     "rms_norm",
@@ -81,6 +85,68 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: Literal["none", "ta
     return kernels.geglu(gate, up, approximate)
 
 
+@dataclass
+class _PendingSum:
+    """A sum that the next norm of `x` is to compute; `total` is there once it has."""
+
+    x: torch.Tensor
+    residual: torch.Tensor
+    total: torch.Tensor | None = None
+
+
+_pending_sum: ContextVar[_PendingSum | None] = ContextVar("_pending_sum", default=None)
+
+
+def add_and_normalize(
+    left: torch.Tensor, right: torch.Tensor, norm: nn.Module
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns left + right and its norm; `norm` is a module that takes its argument into one norm operator of
+    this module. Both [..., H].
+
+    The norm is called with `left` and finds `right` pending, so that one kernel reads both. Where it does not
+    (parts of tensors, autocast, hooks, sums that broadcast or promote), the sum is computed first.
+    """
+    if _can_add_in_norm(left, right, norm):
+        pending = _PendingSum(left, right)
+        token = _pending_sum.set(pending)
+        try:
+            normed = norm(left)
+        finally:
+            _pending_sum.reset(token)
+        if pending.total is not None:
+            return pending.total, normed
+    total = left + right
+    return total, norm(total)
+
+
+def _can_add_in_norm(left: Any, right: Any, norm: nn.Module) -> bool:
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
+        return False
+    has_hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks  # pyright: ignore[reportPrivateUsage]
+    return (
+        left.shape == right.shape
+        and left.dtype == right.dtype
+        and active_row_mode() is None
+        and mark_of(left) is None
+        and mark_of(right) is None
+        and not _is_autocast_on(left)
+        and not has_hooks
+    )
+
+
+def _normalize(
+    x: torch.Tensor, kernel: Callable[[torch.Tensor | None], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """Calls a norm's kernel with the residual that is pending for `x`, if any."""
+    pending = _pending_sum.get()
+    if pending is None or pending.x is not x or pending.total is not None:
+        normed = kernel(None)
+        assert isinstance(normed, torch.Tensor)
+        return normed
+    normed, pending.total = kernel(pending.residual)
+    return normed
+
+
 def _plain_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
     return y.to(x.dtype) if weight is None else weight * y.to(x.dtype)
@@ -95,9 +161,7 @@ def _plain_layer_norm(
 @_with_fallback(_plain_rms_norm)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * weight over the last dim."""
-    y = kernels.rms_norm(x, weight, eps)
-    assert isinstance(y, torch.Tensor)
-    return y
+    return _normalize(x, lambda residual: kernels.rms_norm(x, weight, eps, residual))
 
 
 @_with_fallback(_plain_layer_norm)
@@ -105,9 +169,7 @@ def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """Returns (x - mean) / sqrt(variance + eps) * weight + bias over the last dim."""
-    y = kernels.layer_norm(x, weight, bias, eps)
-    assert isinstance(y, torch.Tensor)
-    return y
+    return _normalize(x, lambda residual: kernels.layer_norm(x, weight, bias, eps, residual))
 
 
 @_with_fallback(_plain_layer_norm)

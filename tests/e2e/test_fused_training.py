@@ -27,25 +27,37 @@ STEPS, GLOBAL_BATCH = 4, 12
 
 LLAVA = ("language_model.sharding=zero1", "language_model.recompute=selective", "vision_tower.recompute=full")
 CASES = [
-    ("llava_tiny", 3, LLAVA, {"swiglu", "rms-norm", "rope", "layer-norm"}),
+    ("llava_tiny", 3, LLAVA, {"swiglu", "rms-norm", "residual-norm", "rope", "layer-norm"}),
     pytest.param(
         "qwen_distil",
         3,
         ("student.sharding=zero2", "student.recompute=full", "student.dp=2"),
-        {"swiglu", "rms-norm", "rope"},
+        {"swiglu", "rms-norm", "residual-norm", "rope"},
         marks=pytest.mark.slow,
     ),
-    pytest.param("vlm_digits", 3, (), {"swiglu", "rms-norm", "rope", "layer-norm"}, marks=pytest.mark.slow),
-    pytest.param("whisper_tiny", 2, (), {"layer-norm"}, marks=pytest.mark.slow),
+    pytest.param(
+        "vlm_digits",
+        3,
+        (),
+        {"swiglu", "rms-norm", "residual-norm", "rope", "layer-norm"},
+        marks=pytest.mark.slow,
+    ),
+    pytest.param("whisper_tiny", 2, (), {"layer-norm", "residual-norm"}, marks=pytest.mark.slow),
     # experts over replicas, and inside one
     pytest.param(
         "glm4_moe",
         2,
         ("model.dp=2", "model.ep=2", "model.micro_batch=2"),
-        {"swiglu", "rms-norm"},
+        {"swiglu", "rms-norm", "residual-norm"},
         marks=pytest.mark.slow,
     ),
-    pytest.param("glm4_moe", 2, ("model.tp=2", "model.ep=2"), {"swiglu", "rms-norm"}, marks=pytest.mark.slow),
+    pytest.param(
+        "glm4_moe",
+        2,
+        ("model.tp=2", "model.ep=2"),
+        {"swiglu", "rms-norm", "residual-norm"},
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from secc.frontend.fusion import candidate_sites
 from secc.frontend.fusion.apply_rules import MissedRule, rewrite_graph
+from secc.frontend.fusion.residual_norms import RESIDUAL_NORM, depends_through_norm, rewrite_layer
 from secc.frontend.fusion.site_source import write_source
 from secc.frontend.fusion.site_trace import (
     SiteRefused,
@@ -68,13 +69,15 @@ class FoundFusions:
 
 @dataclass(frozen=True)
 class _SiteResult:
-    """The rewritten code of one site, or nothing."""
+    """The rewritten code of one site, or nothing. is_norm: it depends on its argument through one norm
+    operator alone."""
 
     rules: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
     lines: tuple[int, ...] = ()
     where: str = ""
     misses: tuple[FusionMiss, ...] = ()
+    is_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,11 @@ class _FusionSearch:
                 fused_methods.add(method)
                 self._add_form(path, type(module).__name__, method, "", result)
         cls = type(module)
+        if "forward" not in fused_methods and RESIDUAL_NORM not in self._skip:
+            layer = self._fuse_residual_norms(module)
+            if layer.code:
+                fused_methods.add("forward")
+                self._add_form(path, cls.__name__, "forward", "", layer)
         if cls not in self._called_functions:
             self._called_functions[cls] = candidate_sites.candidate_functions(cls)
         for (method, name), function in self._called_functions[cls].items():
@@ -185,6 +193,16 @@ class _FusionSearch:
         self.misses |= dict.fromkeys(traced.site.misses)
         return traced.site
 
+    def _fuse_residual_norms(self, module: nn.Module) -> _SiteResult:
+        """Rewrites the sums of a layer's own code that its norms follow."""
+        layer = rewrite_layer(module, lambda child: self._fuse_method(child, "forward").is_norm)
+        if layer is None or not _may_rebind(type(module), "forward"):
+            return _SiteResult()
+        norms = [self._fuse_method(module.get_submodule(n), "forward") for n in layer.norms]
+        rules = dict.fromkeys([RESIDUAL_NORM, *(rule for norm in norms for rule in norm.rules)])
+        place = site_place(inspect.unwrap(type(module).forward).__code__)
+        return _SiteResult(tuple(rules), layer.code, layer.lines, place)
+
     def _fuse_function(self, function: FunctionType) -> _SiteResult:
         results = self._traced_sites.functions
         if function not in results:
@@ -212,7 +230,9 @@ class _FusionSearch:
                 return _SiteResult(misses=misses)
             assert code is not None
             text, lines = write_source(graph, "FUSED", module is not None, code.co_firstlineno)
-            return _SiteResult(tuple(f.rule for f in applied), tuple(text), tuple(lines), where, misses)
+            rules = tuple(f.rule for f in applied)
+            is_norm = depends_through_norm(graph)
+            return _SiteResult(rules, tuple(text), tuple(lines), where, misses, is_norm)
         except SiteRefused as refused:
             inner = inspect.unwrap(function)
             was_candidate = isinstance(inner, FunctionType) and candidate_sites.may_compute_kernel(inner)

@@ -26,6 +26,7 @@ PASS_OF_RULE = {
     "linear-kl-ce": "fuse-linear-loss",
     "rms-norm": "fuse-blocks",
     "layer-norm": "fuse-blocks",
+    "residual-norm": "fuse-blocks",
     "swiglu": "fuse-blocks",
     "geglu": "fuse-blocks",
     "rope": "fuse-blocks",
