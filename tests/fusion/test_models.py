@@ -45,32 +45,47 @@ T5: dict[str, Any] = dict(
     pad_token_id=0,
     use_cache=False,
 )
-GATED = {"swiglu", "rms-norm", "rope"}
+GATED = {"swiglu", "rms-norm", "residual-norm", "rope"}
 
 TEXT = {
     "llama": (lambda: T.LlamaForCausalLM(T.LlamaConfig(**SIZES)), GATED),
     "qwen3": (lambda: T.Qwen3ForCausalLM(T.Qwen3Config(**SIZES)), GATED),
-    "gemma": (lambda: T.GemmaForCausalLM(T.GemmaConfig(**SIZES)), {"geglu", "rms-norm", "rope"}),
+    "gemma": (
+        lambda: T.GemmaForCausalLM(T.GemmaConfig(**SIZES)),
+        {"geglu", "rms-norm", "residual-norm", "rope"},
+    ),
     "mistral": (lambda: T.MistralForCausalLM(T.MistralConfig(**SIZES)), GATED),
     "phi3": (lambda: T.Phi3ForCausalLM(T.Phi3Config(**SIZES)), GATED),
-    "glm": (lambda: T.GlmForCausalLM(T.GlmConfig(**SIZES)), {"swiglu", "rms-norm"}),  # interleaved rotation
+    "glm": (lambda: T.GlmForCausalLM(T.GlmConfig(**SIZES)), GATED - {"rope"}),  # interleaved rotation
     "cohere": (lambda: T.CohereForCausalLM(T.CohereConfig(**SIZES)), {"swiglu", "layer-norm"}),
     "t5": (lambda: T.T5ForConditionalGeneration(T.T5Config(**T5)), {"geglu", "rms-norm"}),
 }
 SLOW_TEXT = {
-    "gemma2": (lambda: T.Gemma2ForCausalLM(T.Gemma2Config(**SIZES)), {"geglu", "rms-norm", "rope"}),
-    "olmo2": (lambda: T.Olmo2ForCausalLM(T.Olmo2Config(**SIZES)), GATED),
+    "gemma2": (
+        lambda: T.Gemma2ForCausalLM(T.Gemma2Config(**SIZES)),
+        {"geglu", "rms-norm", "residual-norm", "rope"},
+    ),
+    "olmo2": (lambda: T.Olmo2ForCausalLM(T.Olmo2Config(**SIZES)), GATED - {"residual-norm"}),
     "granite": (lambda: T.GraniteForCausalLM(T.GraniteConfig(**SIZES)), GATED),
-    "starcoder2": (lambda: T.Starcoder2ForCausalLM(T.Starcoder2Config(**SIZES)), {"layer-norm", "rope"}),
-    "gpt_neox": (lambda: T.GPTNeoXForCausalLM(T.GPTNeoXConfig(**SIZES)), {"layer-norm", "rope"}),
-    "stablelm": (lambda: T.StableLmForCausalLM(T.StableLmConfig(**SIZES)), {"swiglu", "layer-norm", "rope"}),
+    "starcoder2": (
+        lambda: T.Starcoder2ForCausalLM(T.Starcoder2Config(**SIZES)),
+        {"layer-norm", "residual-norm", "rope"},
+    ),
+    "gpt_neox": (
+        lambda: T.GPTNeoXForCausalLM(T.GPTNeoXConfig(**SIZES)),
+        {"layer-norm", "residual-norm", "rope"},
+    ),
+    "stablelm": (
+        lambda: T.StableLmForCausalLM(T.StableLmConfig(**SIZES)),
+        GATED - {"rms-norm"} | {"layer-norm"},
+    ),
 }
-ZOO = {"llava": GATED | {"layer-norm"}, "qwen3_moe": GATED, "whisper": {"layer-norm"}}
+ZOO = {"llava": GATED | {"layer-norm"}, "qwen3_moe": GATED, "whisper": {"layer-norm", "residual-norm"}}
 SLOW_ZOO = {
-    "gemma3": {"geglu", "rms-norm", "rope", "layer-norm"},
+    "gemma3": {"geglu", "rms-norm", "residual-norm", "rope", "layer-norm"},
     "qwen2_5_vl": GATED,
     "qwen3_vl": GATED | {"layer-norm"},
-    "gpt_oss": {"rms-norm", "rope"},
+    "gpt_oss": {"rms-norm", "residual-norm", "rope"},
     "deepseek_v3": GATED,
     "mixtral": GATED,
     "voxtral": GATED | {"layer-norm"},

@@ -48,11 +48,13 @@ def depends_through_norm(graph: fx.Graph) -> bool:
     taken = [n for n in graph.nodes if n.op == "placeholder" and n.users]
     if len(taken) != 1:
         return False
-    uses = [n for n in taken[0].users if not _reads_dtype(n)]
+    uses = [n for n in taken[0].users if not _reads_dtype(n, taken[0])]
     return len(uses) == 1 and uses[0].target in _NORM_OPERATORS and uses[0].args[0] is taken[0]
 
 
-def _reads_dtype(node: fx.Node) -> bool:
+def _reads_dtype(node: fx.Node, tensor: fx.Node) -> bool:
+    if node.op == "call_method" and node.target == "type_as":
+        return node.args[1] is tensor and node.args[0] is not tensor
     return node.op == "call_function" and node.target is getattr and node.args[1] == "dtype"
 
 
