@@ -131,6 +131,8 @@ class CallInterceptor(TorchFunctionMode):
             return self._call_reader(_READER_KINDS[func], args[0], func, args, kwargs)
         if func in _TENSOR_MAKERS:
             return self._call_maker(func, args, kwargs)
+        if func is torch.nn.functional.one_hot and (len(args) > 1 or "num_classes" in kwargs):
+            return _make_one_hot(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _call_reader(self, kind: str, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
@@ -153,6 +155,14 @@ class CallInterceptor(TorchFunctionMode):
             return func(*args, **kwargs)
         with self._listener.pause_recording():
             return func(*args, **kwargs)
+
+
+def _make_one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Computes `F.one_hot`, for a given number of classes without looking at the values of `tensor`."""
+    if num_classes <= 0:
+        return torch.nn.functional.one_hot(tensor, num_classes)
+    classes = torch.arange(num_classes, device=tensor.device)
+    return tensor.unsqueeze(-1).eq(classes).to(torch.int64)
 
 
 @contextmanager

@@ -36,6 +36,10 @@ def test_packed_images_in_a_nested_batch_are_exact() -> None:
     assert {i.key for i in plan.inputs if i.optional} == {"images.patches", "images.image", "images.places"}
 
 
+def test_documents_of_a_row_are_told_apart_by_one_hot_codes() -> None:
+    assert [s.mode for s in compiled("packed_rows").plan.sections] == ["train"]
+
+
 def test_layers_conditioned_on_pictures_are_captured_by_their_parts() -> None:
     plan = compiled("conditioned").plan
     assert {"layers.0.seen", "layers.0.mlp"} <= {b for s in plan.sections for b in s.blocks}
