@@ -1,5 +1,5 @@
-"""Rows of several documents, numbered by segments: attention inside a document, and the mean over documents of
-their mean losses, which `F.one_hot` tells apart."""
+"""Rows of several documents, numbered by segments: attention inside a document, and the mean over documents
+of their mean losses, which `F.one_hot` tells apart."""
 
 from __future__ import annotations
 
