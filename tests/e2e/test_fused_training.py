@@ -4,6 +4,7 @@ combination with other plan features."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,9 @@ def test_fused_plans_train_as_plain_pytorch(
 ) -> None:
     model = write_recording_model(name, tmp_path, EXAMPLES if (EXAMPLES / f"{name}.py").exists() else MODELS)
     reference = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
-    options = dict(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=choices, fuse=True)
+    options: dict[str, Any] = dict(
+        cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=choices, fuse=True
+    )
     plan = compile_and_write(model, tmp_path / "plan", **options).plan
     assert {row[0] for row in fused_table(plan).rows} >= rules
     found = train_distributed(tmp_path / "plan", plan.world_size, STEPS, tmp_path / "run")
