@@ -75,6 +75,8 @@ REDUCTION_OPS: dict[str, tuple[int, str]] = {
     )
 } | {"norm": (2, "dim"), "linalg_vector_norm": (2, "dim"), "quantile": (2, "dim")}
 
+ADDITIVE_REDUCTIONS = frozenset({"nansum", "count_nonzero"})
+
 # Linear in operand 0 with everything else fixed: the result of a sum is the sum of the results.
 LINEAR_OPS = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "as_strided", "expand", "expand_as",

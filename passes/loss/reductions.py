@@ -14,7 +14,7 @@ from secc.passes.loss.arithmetic import scale_state
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient, coefficient_of_number
 from secc.passes.loss.label_counts import check_block_labels, count_labels
 from secc.passes.loss.loss_context import LossContext
-from secc.passes.loss.op_tables import ENTRY_LOSSES, REDUCTION_OPS, ROW_LOSSES
+from secc.passes.loss.op_tables import ADDITIVE_REDUCTIONS, ENTRY_LOSSES, REDUCTION_OPS, ROW_LOSSES
 from secc.passes.loss.pending_ops import format_with_argument, get_argument
 from secc.passes.loss.value_states import BadState, LocalState, StackState, SumPart, SumState, ValueState
 
@@ -75,7 +75,8 @@ def _reduce_stack(stack: StackState, mean: bool) -> ValueState:
 
 
 def state_of_other_reduction(ctx: LossContext, op: Computation) -> ValueState | None:
-    """A reduction that is not linear: allowed inside a sample, bad over samples."""
+    """A reduction that is not linear: allowed inside a sample; over samples it is bad, or a sum of a function
+    of each entry."""
     name = op.base_name
     type = tensor_type(op.operands[0])
     if len(op.operands) > 1 or not ctx.sample_dims(type):
@@ -84,7 +85,17 @@ def state_of_other_reduction(ctx: LossContext, op: Computation) -> ValueState | 
     over = set(normalize_dims(get_argument(op, position, keyword), len(type.dims))) & set(
         ctx.sample_dims(type)
     )
-    return ctx.refuse_op(op, "is taken over samples, and is not a sum over them") if over else None
+    if not over:
+        return None
+    if _adds_up(op) and ctx.is_plain(op.operands[0]) and not ctx.carries_samples(op.results[0]):
+        return SumState((SumPart(UNIT_COEFFICIENT, op.results[0], True, op),))
+    return ctx.refuse_op(op, "is taken over samples, and is not a sum over them")
+
+
+def _adds_up(op: Computation) -> bool:
+    """Whether a reduction is a sum: of entries that are numbers, of entries that are not 0, of magnitudes."""
+    is_norm = op.base_name in ("norm", "linalg_vector_norm")
+    return op.base_name in ADDITIVE_REDUCTIONS or (is_norm and get_argument(op, 1, "ord", 2) in (0, 1))
 
 
 def state_of_histogram(ctx: LossContext, op: Computation) -> ValueState | None:

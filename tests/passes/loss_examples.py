@@ -104,6 +104,13 @@ GROUPS = {
         "F.huber_loss(y, t, delta=0.7)",
         "F.poisson_nll_loss(y, t.exp())",
         "(y - t).cosh().log().mean()",
+        "torch.norm(y - t, p=1) / y.numel()",
+        "torch.linalg.vector_norm(y - t, 1) / len(y)",
+    ],
+    "sums under other names": [
+        "torch.where(mask[..., None] > 0, y.pow(2), torch.nan).nansum() / mask.sum()",
+        "(y.pow(2).sum(-1) * mask).sum() / torch.count_nonzero(known)",
+        "y[known].pow(2).sum() / labels.add(100).count_nonzero().clamp(min=1)",
     ],
     "classification": [
         "F.binary_cross_entropy(y.sigmoid(), t.sigmoid())",
@@ -174,6 +181,7 @@ GROUPS = {
 
 # A loss, and what the message says of it.
 REFUSED = {
+    "torch.linalg.vector_norm(y - t)": "aten.linalg_vector_norm.default is taken over samples",
     "F.mse_loss(y, t).sqrt()": "aten.sqrt.default is applied to a sum over samples",
     "(1 - (-F.cross_entropy(rows, targets)).exp()) * 2": "aten.exp.default is applied to a sum over samples",
     "y.sum() / t.abs().sum()": "divides by a sum over samples that depends on a block's result",

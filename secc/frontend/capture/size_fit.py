@@ -8,6 +8,7 @@ one observation checks what the others determined.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
@@ -73,7 +74,7 @@ class SizeFitter:
     def fit_real(self, values: Sequence[float]) -> Expr | float | None:
         """Returns the number if it never varied, else a multiple of an integer expression or of its
         reciprocal; None if neither fits."""
-        if len(set(values)) == 1:
+        if len(set(values)) == 1 or all(map(math.isnan, values)):
             return values[0]
         if all(float(v).is_integer() for v in values):
             return self.fit_integer([int(v) for v in values])
