@@ -406,7 +406,10 @@ def _find_eager_failure(
         return None
     model = _build_model_if_small(user, meta, options.small)
     samples = [d.sample for d in survey.drawn_samples if d.sample is not None][:2]
-    failure = eager_failure.find_eager_failure(user, model, samples) if model is not None else None
+    failure = None
+    if model is not None:
+        failure = eager_failure.find_eager_failure(user, model, samples)
+        failure = failure or eager_failure.find_eager_failure(user, model, samples[:1])
     if failure is not None or not options.dtype:
         return failure
     if model is not None:

@@ -21,7 +21,7 @@ from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
 from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions
-from secc.frontend.capture.eager_failure import blame_compute_dtype
+from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
 from secc.frontend.dataset.padding_policy import WidthsReason
 from secc.frontend.tp_search.token_mixing import find_token_mixing
 from secc.runtime.model.source_lines import error_source_line
@@ -232,6 +232,16 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
 
 
 def _check_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset[str]) -> PatternCheck:
+    """Compares the plan for one pattern. Raises UserError if plain PyTorch fails on samples alone."""
+    try:
+        return _compare_pattern(compiled, rank, pattern)
+    except Exception as error:
+        if not isinstance(error, UserError) or error.__cause__ is not None:
+            refuse_small_batches(compiled, compiled.survey.compose_batches(pattern)[-1])
+        raise
+
+
+def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset[str]) -> PatternCheck:
     """Compares on the largest micro-batch of the survey: it has samples of several lengths and of smaller
     patterns."""
     assert compiled.model is not None
@@ -255,6 +265,15 @@ def _check_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset
     if not worst.is_exact:
         refuse_faults_of_one(compiled, rank, samples, reference)
     return PatternCheck(tuple(sorted(pattern)), len(samples), worst)
+
+
+def refuse_small_batches(compiled: CompiledPlan, samples: Sequence[Mapping[str, Any]]) -> None:
+    """Raises UserError if plain PyTorch fails for one of these samples alone."""
+    assert compiled.model is not None
+    for sample in samples:
+        failure = find_eager_failure(compiled.user, compiled.model, [dict(sample)])
+        if failure is not None:
+            raise failure
 
 
 def refuse_faults_of_one(

@@ -94,3 +94,11 @@ def test_functions_train_as_in_plain_pytorch(name: str, tmp_path: Path) -> None:
     reference = train_in_one_process(model, 12, 4, tmp_path / "plain")
     found = train_distributed(tmp_path / "plan", compiled.plan.world_size, 4, tmp_path / "run")
     assert list(find_differences(found, reference)) == []
+
+
+def test_a_model_that_takes_no_sample_alone_is_refused(tmp_path: Path) -> None:
+    normed = PSEUDO_LABELS.replace("nn.Linear(8, 8))", "nn.Linear(8, 8), nn.GroupNorm(8, 8))")
+    (tmp_path / "model.py").write_text(normed)
+    with pytest.raises(UserError, match="plain PyTorch too, on a batch of one sample") as refused:
+        check_exactness(compile_model(tmp_path / "model.py", CompileOptions()), required=True)
+    assert refused.value.where.startswith("model.py:") and "one sample" in refused.value.remedy

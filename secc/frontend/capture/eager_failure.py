@@ -35,13 +35,18 @@ def find_eager_failure(
         if is_missing_kernel(error):
             return None
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        alone = len(samples) == 1
+        given = "a batch of one sample, as a micro-batch may be," if alone else "the first samples"
         message = (
-            "forward fails in plain PyTorch too, on the first samples on this machine's CPU: "
+            f"forward fails in plain PyTorch too, on {given} on this machine's CPU: "
             f"{type(error).__name__}: {why}"
         )
-        return UserError(
-            message, error_source_line(error), "correct the model file until plain PyTorch computes a loss"
+        remedy = (
+            "let forward compute one sample: a norm over one value, for example, needs larger inputs"
+            if alone
+            else "correct the model file until plain PyTorch computes a loss"
         )
+        return UserError(message, error_source_line(error), remedy)
     return None
 
 
