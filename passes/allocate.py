@@ -170,10 +170,14 @@ class Allocate(ModulePass):
         )
         return (solved, RefinedPlan(found, tried, value.time_ns, trials)) if tried.fits else None
 
+    def read_cluster(self) -> Cluster:
+        """The cluster that plans are priced for."""
+        return parse_cluster(self.cluster)
+
     def _read_options(self, graph: GraphOp) -> tuple[Workload, Pins, int | None]:
         """Reads the options: the work, the pins, and the bytes for prefetched results. Raises UserError for
         invalid ones."""
-        cluster = cluster_with_overheads(graph, parse_cluster(self.cluster))
+        cluster = cluster_with_overheads(graph, self.read_cluster())
         ranks = self._rank_count(cluster)
         pins = pins_.parse_pins((*self.stages, *self.set), [s.sym.data for s in graph.sections], self.refused)
         pins = pin_whole_batches(graph, pins)

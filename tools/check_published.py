@@ -6,10 +6,11 @@
 A row is a layout that its authors measured: shapes of a decoder, devices, tensor and pipeline parallelism,
 micro-batch, recomputation, sharding, seconds of a step, or that it ran out of memory. The decoder is written
 in plain PyTorch (`tools/published/decoder.py`) and compiled once; each layout is then pinned, as `--set`
-would, and priced by the pass `allocate`. So a prediction is of secc's own run of that layout, with its fused
-kernels and the dtypes of its optimizer; what a framework does otherwise (attention kernels, hidden
-communication) remains in the difference. What an author left unsaid is chosen by secc; such rows are in no
-median.
+would, and priced by the pass `allocate`, on devices with the habits of the framework that the row was
+measured with: its attention kernel, norms that are not fused, communication that it hides
+(`tools/published/frameworks.py`, one named option for each source). With `--own-runtime` it is secc's own run
+of that layout. What an author left unsaid is chosen by secc; such rows
+are in no median.
 
 `--json FILE` writes the rows with their predictions, `--errors` the file that `secc explain` reads.
 """
@@ -20,15 +21,18 @@ import argparse
 import hashlib
 import json
 import math
+import re
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from secc.cluster import Cluster
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
@@ -36,6 +40,12 @@ from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io.module_text import parse_module
 from secc.passes.allocate import Allocate
 from secc.report.expected_error import ERRORS_FILE
+from tools.published.frameworks import (
+    FRAMEWORK_MEMORY_MARGIN,
+    PRODUCT_PERCENT,
+    PublishedFramework,
+    framework_of,
+)
 
 ROWS_FILE = Path(__file__).parent.parent / "docs" / "benchmarks" / "published.json"
 DEVICES_PER_NODE = 8
@@ -132,11 +142,62 @@ def set_length(ir_text: str, length: int) -> str:
     return ir_text.replace(mean, f"S = {length:e}").replace(f"1,{COMPILED_LENGTH}", f"1,{length}")
 
 
-def predict_row(row: Row, ir_text: str) -> Prediction:
-    """Prices a row's layout."""
-    graph = graph_of(parse_module(set_length(ir_text, row["seq"])))
-    allocate = Allocate(
-        cluster=cluster_of(row), global_batch=row["gbs"], set=pins_of(row), strategy="colocate", fit=False
+def set_attention_rate(ir_text: str, product_percent: int, attention_percent: int) -> str:
+    """Returns the IR with attention at a percentage of the peak, where large products reach another one."""
+    slowness = Fraction(product_percent, attention_percent)
+
+    def scale(terms: str, factor: Fraction) -> str:
+        return re.sub(r"\d+", lambda found: str(round(int(found[0]) * factor)), terms)
+
+    def rewrite_call(call: re.Match[str]) -> str:
+        text, attention, work = call[0], call[1], call[2]
+        # Second runs contain attention once.
+        again = re.search(r'(?<= again = ")[^"]*', text)
+        if again is not None:
+            less = f"{again[0]} - ({work}) + {scale(attention, slowness)}"
+            text = text.replace(f' again = "{again[0]}"', f' again = "{less}"')
+        return text.replace(f'attention_work = "{work}"', f'attention_work = "{scale(attention, slowness)}"')
+
+    return re.sub(r'.* attention = "([^"]*)", attention_work = "([^"]*)".*', rewrite_call, ir_text)
+
+
+@dataclass(frozen=True)
+class AllocateOnFramework(Allocate):
+    """`allocate` on devices that run another framework's code. chip: such as A100; None: secc's own."""
+
+    chip: str = ""
+    published: PublishedFramework | None = None
+
+    def read_cluster(self) -> Cluster:
+        """The cluster with the framework's habits."""
+        cluster = super().read_cluster()
+        if self.published is None:
+            return cluster
+        device = replace(
+            cluster.device,
+            efficiency_percent=PRODUCT_PERCENT[self.chip],
+            framework=self.published.framework,
+            memory_margin=FRAMEWORK_MEMORY_MARGIN,
+        )
+        return replace(cluster, device=device)
+
+
+def predict_row(row: Row, ir_text: str, own_runtime: bool = False) -> Prediction:
+    """Prices a row's layout as the framework runs it that it was measured with, or as secc's runtime does."""
+    chip = row["gpu"].partition("-")[0]
+    published = None if own_runtime else framework_of(row["source"], row.get("note", ""))
+    ir_text = set_length(ir_text, row["seq"])
+    if published is not None:
+        ir_text = set_attention_rate(ir_text, PRODUCT_PERCENT[chip], published.attention_percent[chip])
+    graph = graph_of(parse_module(ir_text))
+    allocate = AllocateOnFramework(
+        cluster=cluster_of(row),
+        global_batch=row["gbs"],
+        set=pins_of(row),
+        strategy="colocate",
+        fit=False,
+        chip=chip,
+        published=published,
     )
     solved = allocate.solve_closed_form(graph)
     chosen = solved.problem.sections[SECTION][solved.solution.assignment.choice[SECTION]]
@@ -144,8 +205,10 @@ def predict_row(row: Row, ir_text: str) -> Prediction:
     return Prediction(solved.solution.time_ns / 1e9, chosen.memory <= capacity, chosen.memory / 2**30)
 
 
-def predict_rows(rows: Iterable[Row], keep: Path | None = None) -> Iterator[tuple[Row, Prediction | str]]:
-    """Yields each row with its prediction, or with the message of the error that refuses it.
+def predict_rows(
+    rows: Iterable[Row], keep: Path | None = None, own_runtime: bool = False
+) -> Iterator[tuple[Row, Prediction | str]]:
+    """Yields each row with its prediction (`predict_row`), or with the message of the error that refuses it.
 
     keep: a folder where the IR of each decoder stays; existing files are read instead of compiling again.
     """
@@ -159,7 +222,7 @@ def predict_rows(rows: Iterable[Row], keep: Path | None = None) -> Iterator[tupl
             file.write_text(ir_text)
         for row in of_model:
             try:
-                yield row, predict_row(row, ir_text)
+                yield row, predict_row(row, ir_text, own_runtime)
             except UserError as error:
                 yield row, error.message
         print(".", end="", file=sys.stderr, flush=True)
@@ -275,7 +338,7 @@ def format_errors(rows: Sequence[Mapping[str, Any]]) -> str:
         for r in timed
     ]
     lines = ",\n".join(f"  {json.dumps(layout)}" for layout in layouts)
-    command = "python -m tools.check_published --errors"
+    command = "python -m tools.check_published --own-runtime --errors"
     return f'{{\n "command": "{command}",\n "layouts": [\n{lines}\n ]\n}}\n'
 
 
@@ -289,13 +352,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="a folder for the decoders' IR, which is used again"
     )
+    parser.add_argument(
+        "--own-runtime", action="store_true", help="as secc runs the layouts, not as their frameworks did"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows with predictions")
     parser.add_argument(
-        "--errors", action="store_true", help="renew the errors that `secc explain` shows with predictions"
+        "--errors",
+        action="store_true",
+        help="renew the errors that `secc explain` shows with predictions, with --own-runtime",
     )
     options = parser.parse_args(arguments)
+    if options.errors and not options.own_runtime:
+        parser.error("--errors needs --own-runtime: plans are priced for secc's runtime")
     rows = [row for row in read_rows(options.rows) if options.only in row["id"]]
-    predicted = [add_prediction(row, prediction) for row, prediction in predict_rows(rows, options.keep)]
+    predicted = [
+        add_prediction(row, prediction)
+        for row, prediction in predict_rows(rows, options.keep, options.own_runtime)
+    ]
     print(file=sys.stderr)
     for row in (r for r in predicted if "refused_because" in r):
         print(f"{row['id']}: {row['refused_because']}")

@@ -8,13 +8,16 @@ devices by name; the cost model asks a cluster for rates, memory and links. Impo
 from __future__ import annotations
 
 from secc.cluster.description import parse_cluster
+from secc.cluster.framework import OWN_RUNTIME, Framework
 from secc.cluster.types import COLLECTIVES, GIB, Cluster, Device, Link, MeasuredRing, NodeGroup, Overheads
 
 __all__ = [
     "COLLECTIVES",
     "GIB",
+    "OWN_RUNTIME",
     "Cluster",
     "Device",
+    "Framework",
     "Link",
     "MeasuredRing",
     "NodeGroup",

@@ -35,11 +35,12 @@ FileData = Mapping[str, Any]
 
 _MAX_BYTES, _MAX_CAUSE = 1 << 20, 200
 _MAX_LOST_ROWS = 1 << 16
+_MAX_MEMORY_MARGIN = 90  # percent
 _MIN_FIGURE, _MAX_FIGURE = 1e-3, 1e9  # smaller ones would be no whole ns, MB/s or GFLOP/s
 
 _GROUP_KEYS = frozenset({
     "nodes", "devices", "kind", "like", "memory_gib", "bf16_tflops", "f32_tflops", "memory_gb_s",
-    "efficiency_percent", "expert_lost_rows", "inside", "host",
+    "efficiency_percent", "expert_lost_rows", "memory_margin", "inside", "host",
 })  # fmt: skip
 _TOP_LEVEL_KEYS = _GROUP_KEYS | {"groups", "between", "name"}
 
@@ -166,6 +167,9 @@ def _device_from_file(path: Path, data: FileData, device: Device, kind: str) -> 
         efficiency_percent=_positive_integer(path, data, "efficiency_percent", device.efficiency_percent),
         expert_lost_rows=round(
             _number_in_range(path, data, "expert_lost_rows", device.expert_lost_rows, 0, _MAX_LOST_ROWS)
+        ),
+        memory_margin=round(
+            _number_in_range(path, data, "memory_margin", device.memory_margin, 0, _MAX_MEMORY_MARGIN)
         ),
         host_memory=round(_positive_number(path, host, "memory_gib", device.host_memory / GIB) * GIB),
         host_bytes_per_s=round(_positive_number(path, host, "gb_s", device.host_bytes_per_s / 10**9) * 10**9),

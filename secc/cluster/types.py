@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from secc.cluster.framework import OWN_RUNTIME, Framework
+
 GIB = 1 << 30
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
@@ -85,6 +87,8 @@ class Device:
     host_memory: bytes of its node's host memory for each device, 0 if unknown. host_bytes_per_s: bytes per
         second that copies between host and device reach in each direction at once.
     label: origin of the rates, "roofline" (vendor peaks) or "default" (assumed).
+    memory_margin: percent of the memory that fragmentation may take, which plans leave free.
+    framework: what the software of a run makes of the device; plans have secc's own runtime.
     """
 
     kind: str
@@ -100,6 +104,8 @@ class Device:
     expert_lost_rows: int = 0
     host_memory: int = 0
     host_bytes_per_s: int = 0
+    memory_margin: int = 5
+    framework: Framework = OWN_RUNTIME
 
     def flops_per_us(self, dtype: str) -> int:
         """FLOPs per microsecond of large products in `dtype` (short name such as "bf16"); that of f32 for
@@ -114,8 +120,8 @@ class Device:
 
     @property
     def usable_memory(self) -> int:
-        """Bytes available to tensors: without reserved ones, and with 5% left for fragmentation."""
-        return (self.memory - self.reserved) * 95 // 100
+        """Bytes available to tensors: without reserved ones, and without what fragmentation may take."""
+        return (self.memory - self.reserved) * (100 - self.memory_margin) // 100
 
     @property
     def usable_host_memory(self) -> int:
@@ -242,14 +248,19 @@ class Cluster:
         raise IndexError(f"the cluster {self.name} has no rank {rank}")
 
     def to_json(self) -> str:
-        """The cluster as JSON text for plan.json. `groups` and `rings` are left out where they are empty."""
+        """The cluster as JSON text for plan.json. `groups` and `rings` are left out where they are empty, and
+        the framework, as plans have secc's own."""
         return json.dumps(
             dataclasses.asdict(self, dict_factory=_without_empty_fields) | {"ranks": self.ranks}
         )
 
 
 def _without_empty_fields(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: value for key, value in fields if value or key not in ("groups", "rings")}
+    return {
+        key: value
+        for key, value in fields
+        if key != "framework" and (value or key not in ("groups", "rings"))
+    }
 
 
 def _link_from_dict(data: Mapping[str, Any]) -> Link:
@@ -294,6 +305,7 @@ def _worst_device(devices: Sequence[Device]) -> Device:
         overheads=_largest_overheads([d.overheads for d in devices]),
         host_memory=min(d.host_memory for d in devices),
         host_bytes_per_s=min(d.host_bytes_per_s for d in devices),
+        memory_margin=max(d.memory_margin for d in devices),
     )
 
 

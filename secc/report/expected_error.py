@@ -1,9 +1,9 @@
 """How far predicted steps are from measured ones, by comparison with published training steps.
 
 `published_errors.json` holds the ratio of predicted to measured seconds for layouts that others have
-published (`tools/check_published.py --errors` writes it; docs/costs.md has the method). A plan's expected
-error is that of the layouts most like it: the same chip, and the same kinds of parallelism where enough
-layouts have them.
+published, priced as secc would run them (`tools/check_published.py --own-runtime --errors` writes it;
+docs/costs.md has the method). A plan's expected error is that of the layouts most like it: the same chip, and
+the same kinds of parallelism where enough layouts have them. Errors are often on one side, so they are a range.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from secc.runtime.plan.schema import Plan, Section
 
 ERRORS_FILE = Path(__file__).with_name("published_errors.json")
 LEAST_LAYOUTS = 10  # fewer layouts say too little
-COVERED_SHARE = 0.9  # of the layouts have at most the expected error
+COVERED_SHARE = 0.9  # of the layouts lie in the expected range
 # Kinds of devices with the chip of a kind that was measured.
 _CHIPS = {"A100": "A100", "A100_40GB": "A100", "A800": "A100", "H100": "H100", "H200": "H100"}
 
@@ -47,10 +47,11 @@ class LayoutTraits:
 
 @dataclass(frozen=True)
 class ExpectedError:
-    """share: the largest |predicted / measured - 1| of the best predicted `COVERED_SHARE` of `layouts`
+    """lowest, highest: measured over predicted seconds, minus 1, of the middle `COVERED_SHARE` of `layouts`
     published layouts. traits: what they have in common with the plan, in words."""
 
-    share: float
+    lowest: float
+    highest: float
     layouts: int
     traits: str
 
@@ -81,10 +82,11 @@ def find_expected_error(traits: LayoutTraits) -> ExpectedError | None:
         lambda other: other.chip == traits.chip,
     )
     for level, is_like in enumerate(levels):
-        errors = sorted(abs(ratio - 1) for other, ratio in _published_ratios() if is_like(other))
+        errors = sorted(1 / ratio - 1 for other, ratio in _published_ratios() if is_like(other))
         if len(errors) >= LEAST_LAYOUTS:
-            share = errors[math.ceil(COVERED_SHARE * len(errors)) - 1]
-            return ExpectedError(share, len(errors), traits.describe(level))
+            left_out = math.floor((1 - COVERED_SHARE) / 2 * len(errors))
+            lowest, highest = errors[left_out], errors[-1 - left_out]
+            return ExpectedError(lowest, highest, len(errors), traits.describe(level))
     return None
 
 
@@ -99,7 +101,8 @@ def expected_error_text(plan: Plan) -> str:
     if error is None:
         return "unknown: no measured layouts like this one"
     return (
-        f"±{error.share:.0%}: nine in ten of {error.layouts} published layouts like this one ({error.traits})"
+        f"{error.lowest:+.0%} to {error.highest:+.0%}: nine in ten of {error.layouts} published layouts like "
+        f"this one ({error.traits}) took that much longer or shorter than predicted"
     )
 
 

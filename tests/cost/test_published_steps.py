@@ -47,7 +47,7 @@ def test_a_row_pins_its_layout() -> None:
 
 @pytest.mark.slow
 def test_the_file_has_the_predictions_of_this_cost_model(tmp_path: Path) -> None:
-    """Fails when the cost model has changed: run `python -m tools.check_published --errors --json FILE`."""
+    """Fails when the cost model has changed: run `python -m tools.check_published --json FILE`."""
     table = json.loads(ROWS_FILE.read_text())
     id_column, predicted = (table["columns"].index(name) for name in ("id", "predicted_s"))
     stored = {row[id_column]: row[predicted] for row in table["rows"]}

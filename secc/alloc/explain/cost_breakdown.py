@@ -86,7 +86,11 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate, ahead: bool
     )
     all_reduce = tp_pp_scaling.tp_all_reduce_ns(rank.cost, c.tp, work.cluster)
     ns_by_part[TP_SUMS_PART] = _evaluate_over_step(
-        work, rank, c, all_reduce, all_reduce if load.mode != "forward" else "0"
+        work,
+        rank,
+        c,
+        all_reduce,
+        scale_expression(all_reduce, 1 + RECOMPUTED_LAYERS[c.recompute]) if load.mode != "forward" else "0",
     )
     exchange = exchange_ns(rank.cost, c.tp * c.cp, c.ep, work.cluster)
     again = scale_expression(exchange, 1 + RECOMPUTED_LAYERS[c.recompute])

@@ -27,6 +27,7 @@ from secc.cost.model import cp_scaling, roofline, tp_pp_scaling
 from secc.cost.model.collectives import RankSpan, span_of_consecutive_ranks
 from secc.cost.model.cost_expressions import max_expr, scale_expression
 from secc.cost.model.expert_parallel_cost import cost_with_expert_parts, exchange_ns
+from secc.cost.model.framework_cost import cost_under_framework, saved_under_framework
 from secc.cost.model.memory import RankMemory, rank_memory
 from secc.cost.model.patterns_and_transfers import (
     InputPattern,
@@ -310,6 +311,9 @@ def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster)
         whole.cost, whole_rows, tp, cp, cluster, get_string(whole.section, "pinned_attention") or ""
     )
     cost = cp_scaling.cost_on_rows(whole_rows, cp, attention)
+    priced = cost_under_framework(cost, tp, device.framework)
+    saved = saved_under_framework(whole.cost, cost, tp, stages.layers, device.framework)
+    cost = replace(cost, saved=saved)
     all_reduce = tp_pp_scaling.tp_all_reduce_ns(cost, tp, cluster)
     tokens = exchange_ns(cost, tp * cp, ep, cluster)
     rows = cp_scaling.price_row_exchange(whole_rows, tp, cp, cluster, attention)
@@ -317,14 +321,14 @@ def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster)
         int(get_number(whole.section, name) or 1000) for name in MEASURED_PERMILLE_ATTRIBUTES
     ]
     forward = _scale_permille(
-        _add_times(roofline.forward_ns_expression(cost, device), all_reduce, tokens, rows.forward_ns),
+        _add_times(roofline.forward_ns_expression(priced, device), all_reduce, tokens, rows.forward_ns),
         measured_permille[0],
     )
     backward = {
         recompute: _scale_permille(
             _add_times(
-                roofline.backward_ns_expression(cost, mode, device, recompute),
-                all_reduce,
+                roofline.backward_ns_expression(priced, mode, device, recompute),
+                scale_expression(all_reduce, 1 + RECOMPUTED_LAYERS[recompute]),
                 scale_expression(tokens, 1 + RECOMPUTED_LAYERS[recompute]),
                 rows.backward_ns(recompute),
             ),
@@ -622,7 +626,10 @@ def _make_candidate(
     total, micro_batches, fill, drain = busy
     alternating = in_flight_alternating(work, load, micro_batches)
     alternating_bytes = rank.total_bytes(alternating)
-    bubble = pipeline_bubble_ns(load, size, busy)
+    framework = work.cluster.device.framework
+    bubble = pipeline_bubble_ns(load, size, busy) // framework.virtual_stages
+    if load.shape.pp == 2:
+        bubble += framework.waits_of_two_stages * (fill + drain)
     return Candidate(
         dp=dp,
         micro_batch=size,
@@ -803,6 +810,8 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
     gathers = roofline.parameter_all_gather_ns(
         cost.trainable_bytes - weights, copies, cluster, stride
     ) + roofline.parameter_all_gather_ns(weights, copies // replicas, cluster, stride * replicas)
+    if cluster.device.framework.hides_gathers:
+        gathers = 0
     return sums, gathers + step_ns(copies // replicas if replicas > 1 else copies)
 
 

@@ -49,7 +49,10 @@ def tp_all_reduce_ns(cost: SectionCost, tp: int, cluster: Cluster) -> str:
     per_layer = all_reduces / cost.layers
     bandwidth = per_layer.denominator * (tp * link.bytes_per_s // 10**6)
     latency = int(messages * all_reduces * link.latency_ns)
-    return f"{latency} + {messages * per_layer.numerator}*1000*({cost.layer_input_bytes})//({bandwidth})"
+    exchange = f"{latency} + {messages * per_layer.numerator}*1000*({cost.layer_input_bytes})//({bandwidth})"
+    framework = cluster.device.framework
+    share = Fraction(framework.tp_percent * (100 - framework.tp_hidden_percent), 100**2)
+    return scale_expression(exchange, share)
 
 
 @dataclass(frozen=True)

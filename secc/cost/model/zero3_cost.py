@@ -20,31 +20,43 @@ from secc.cost.model.section_cost import SectionCost
 @dataclass(frozen=True)
 class ParameterTransfers:
     """Nanoseconds of collectives or copies in one forward, one backward and for one unit. `overlapped`: they
-    run concurrently with computation."""
+    run concurrently with computation, but for `open_percent` of them."""
 
     forward: int
     backward: int
     one_unit: int
     overlapped: bool
+    open_percent: int = 0
 
     def forward_ns(self, compute_ns: int) -> int:
         """Time of a forward that computes for `compute_ns`."""
-        return max(compute_ns, self.forward) + self.one_unit if self.overlapped else compute_ns + self.forward
+        if not self.overlapped:
+            return compute_ns + self.forward
+        return max(compute_ns + self._open_ns(self.forward), self.forward) + self.one_unit
 
     def backward_ns(self, compute_ns: int) -> int:
         """Time of a backward that computes for `compute_ns`; 0 if there is none."""
         if not compute_ns:
             return 0
-        return (
-            max(compute_ns, self.backward) + self.one_unit if self.overlapped else compute_ns + self.backward
-        )
+        if not self.overlapped:
+            return compute_ns + self.backward
+        return max(compute_ns + self._open_ns(self.backward), self.backward) + self.one_unit
+
+    def _open_ns(self, transfers_ns: int) -> int:
+        """The part of transfers that passes while nothing is computed."""
+        return transfers_ns * self.open_percent // 100
 
     def add_to_expressions(self, forward: str, backward: str) -> tuple[str, str]:
         """The same for expressions of forward and backward time over a micro-batch's symbols."""
         if not self.overlapped:
             return f"{forward} + {self.forward}", "0" if backward == "0" else f"{backward} + {self.backward}"
-        forward_time = f"max({forward}, {self.forward}) + {self.one_unit}"
-        return forward_time, "0" if backward == "0" else f"max({backward}, {self.backward}) + {self.one_unit}"
+        forward_time, backward_time = (
+            f"max({compute} + {opened}, {all_of_it}) + {self.one_unit}"
+            if (opened := self._open_ns(all_of_it))
+            else f"max({compute}, {all_of_it}) + {self.one_unit}"
+            for compute, all_of_it in ((forward, self.forward), (backward, self.backward))
+        )
+        return forward_time, "0" if backward == "0" else backward_time
 
 
 def zero3_collectives(
@@ -58,7 +70,11 @@ def zero3_collectives(
     gather = all_gather_ns(-(-cost.param_bytes // units), span, cluster)
     reduce = reduce_scatter_ns(-(-cost.gradient_sum_bytes // units), span, cluster)
     return ParameterTransfers(
-        units * gather, units * (gather + reduce), gather, cluster.device.backend != "cpu"
+        units * gather,
+        units * (gather + reduce),
+        gather,
+        cluster.device.backend != "cpu",
+        cluster.device.framework.zero3_open_percent,
     )
 
 
