@@ -3,7 +3,8 @@
 `published_errors.json` holds the ratio of predicted to measured seconds for layouts that others have
 published, priced as secc would run them (`tools/check_published.py --own-runtime --errors` writes it;
 docs/costs.md has the method). A plan's expected error is that of the layouts most like it: the same chip, and
-the same kinds of parallelism where enough layouts have them. Errors are often on one side, so they are a range.
+the same kinds of parallelism where enough layouts have them. Errors are often on one side, so they are a
+range.
 """
 
 from __future__ import annotations
