@@ -22,7 +22,8 @@ sec.graph "g" attributes {samples = ["B S", " | 1,2048"], mean = "S = 2.048e3"} 
     %x = sec.input "x" : !sec.tensor<[B, S, 4096], bf16, grad>
     %h = sec.call "layers" (%x) args "$0" outs [""] in @s {flops = "16000000000*B*S",
       work = "16000000000*B*S", saved = "4000000*B*S", moved = "10000000*B*S", ops = 900 : i64,
-      cost = "counted", layers = 32 : i64, units = 32 : i64, kept = "262144*B*S", working = "100000*B*S", again = "16000000000*B*S",
+      cost = "counted", layers = 32 : i64, units = 32 : i64, kept = "262144*B*S", working = "100000*B*S",
+      again = "16000000000*B*S",
       again_moved = "10000000*B*S", mode = "train"} : !sec.tensor<[B, S, 4096], bf16, grad>
     sec.return constant "0.0"
   }
