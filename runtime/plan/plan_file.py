@@ -294,6 +294,7 @@ _DEVICE = shapes.record(
         "expert_lost_rows": _COUNT,
         "host_memory": _COUNT,
         "host_bytes_per_s": _COUNT,
+        "memory_margin": shapes.integer(0, 90),
         "overheads": shapes.record(
             {}, {**dict.fromkeys(("job", "message", "tensor", "sample", "step"), _COUNT), "label": _TEXT}
         ),

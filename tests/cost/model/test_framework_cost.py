@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +99,11 @@ def test_plans_carry_no_framework() -> None:
     text = replace(cluster, device=replace(cluster.device, framework=Framework(lost_rows=9))).to_json()
     assert text == cluster.to_json() and "framework" not in text
     assert isinstance(cluster, Cluster)
+
+
+def test_memory_left_to_fragmentation_is_set_in_cluster_files(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("devices: 8\nkind: H100\nmemory_margin: 10\n")
+    device = parse_cluster(str(path)).device
+    assert device.usable_memory == (device.memory - device.reserved) * 90 // 100
+    assert device.usable_memory < parse_cluster("8xH100").device.usable_memory
