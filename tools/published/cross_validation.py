@@ -31,6 +31,7 @@ HAGEMANN, LLM_FOUNDRY = "WANT (Hagemann 2023)", "MosaicML llm-foundry"
 STEP = 0.2  # relative change of a constant for its derivative
 LEAST_ERROR = 0.012  # relative errors below count alike
 ROUNDS = 60
+COMMAND = "python -m tools.published.cross_validation --keep DIR"
 ABOUT = (
     "Errors of predicted steps with constants that were fitted without the rows that they are tested on: "
     "|predicted / measured - 1|. Sweeps are the models of a source."
@@ -215,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("| " + " | ".join(map(str, cells)) + " |")
     if options.json:
         text = ",\n".join(f"  {json.dumps(cells)}" for cells in table)
-        head = f'"command": "python -m tools.published.cross_validation --keep DIR",\n "about": {json.dumps(ABOUT)}'
+        head = f'"command": {json.dumps(COMMAND)},\n "about": {json.dumps(ABOUT)}'
         columns = '"columns": ["test", "steps", "median error", "nine in ten below", "median ratio"]'
         options.json.write_text(f'{{\n {head},\n {columns},\n "rows": [\n{text}\n ]\n}}\n')
 
