@@ -926,13 +926,14 @@ def _micro_batch_times(
     return load.cached_numbers[key]
 
 
-def undivided_cost(work: Workload, load: SectionLoad, c: Candidate) -> Cost:
-    """The cost of samples that one rank of cp computes whole. `load` is the section's. What it keeps includes
-    what it needs temporarily, and the tensors of edges of all samples that its replica computes meanwhile."""
-    whole = work.rank_load(load, c.shape._replace(cp=1))
+def undivided_cost(work: Workload, load: SectionLoad, c: Candidate, ranks: int = 1) -> Cost:
+    """The cost of samples that one rank of cp computes whole, or some `ranks` of it together. `load` is the
+    section's. What a rank keeps includes what it needs temporarily, and the tensors of edges of all samples
+    that its replica computes meanwhile."""
+    whole = work.rank_load(load, c.shape._replace(cp=ranks))
     span = _replica_span(work, work.rank_load(load, c.shape), c.dp)
     times = micro_batch_time_expressions(work, whole, c.dp, c.sharding, c.recompute, span)
-    edges = [f"{1 + c.cp}*({text})" for text in _edge_size_expressions(work, load)]
+    edges = [f"{1 + c.cp // ranks}*({text})" for text in _edge_size_expressions(work, load)]
     working = max_expr([text for text in _working_expressions(whole, c.recompute) if text != "0"] or ["0"])
     saved = " + ".join([whole.cost_under_recompute(c.recompute).saved, working, *edges])
     return Cost(*times, label=whole.label, saved=saved)

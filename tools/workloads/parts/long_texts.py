@@ -57,6 +57,42 @@ class LongTexts(torch.utils.data.Dataset[Sample]):
         return dict.fromkeys(("input_ids", "labels"), self.length(i))
 
 
+# Articles of Wikipedia by their number of tokens, (more than, up to, articles): the dataset card of
+# https://huggingface.co/datasets/seonglae/wikipedia_token, which counts 6.46 million.
+WIKIPEDIA = (
+    (64, 1024, 5_320_881),  # "up to 1,024" there
+    (1024, 2048, 693_911),
+    (2048, 4096, 300_935),
+    (4096, 8192, 106_221),
+    (8192, 16_384, 30_611),
+    (16_384, 32_768, 4812),
+    (32_768, 65_536, 1253),
+    (65_536, 128_000, 46),
+)
+
+
+@dataclass(frozen=True)
+class CountedTexts(LongTexts):
+    """Texts with the lengths of a corpus, log-uniform between the limits of each of its classes (more than,
+    up to, texts) that has more than `least` and at most `most` tokens; lengths are divided by `shrink`."""
+
+    classes: tuple[tuple[int, int, int], ...] = WIKIPEDIA
+    shrink: int = 1
+
+    @property
+    def small(self) -> CountedTexts:
+        """The same corpus with texts 64 times shorter, for small models."""
+        return replace(self, shrink=64)
+
+    def length(self, i: int) -> int:
+        """Tokens of sample i."""
+        drawn = random.Random(f"length {i}")
+        held = [c for c in self.classes if self.least <= c[0] < self.most]
+        ((least, most, _),) = drawn.choices(held, [count for *_, count in held])
+        length = least * (min(most, self.most) / least) ** drawn.random()
+        return max(2, round(length / self.shrink))
+
+
 @dataclass(frozen=True)
 class Videos(torch.utils.data.Dataset[Sample]):
     """Videos of `least` to `most` tokens, in frames of `frame` tokens, each with a question and an answer of
