@@ -95,10 +95,9 @@ def _plan_cluster(graph: GraphOp) -> Cluster:
 
 def _split_section(graph: GraphOp, section: SectionOp, device: Device) -> list[SectionOp]:
     """Replaces a section by its stages. Raises UserError if it cannot be cut into that number of stages."""
-    pp, chunks = (int(get_number(section, key) or 1) for key in ("pp", "chunks"))
-    parts, units = pp * chunks, StageUnits(graph, section.sym.data)
+    parts, units = _stage_count(section), StageUnits(graph, section.sym.data)
     if parts > len(units.layers):
-        raise _refuse_split(section, parts, _describe_units(units), most=len(units.layers) // chunks)
+        raise _refuse_split(section, parts, _describe_units(units), most=len(units.layers))
     ends = balance_stages(_unit_times(graph, section, units, device), units.cuts, parts)
     if ends is None:
         reason, where = next(iter(units.impossible.values()), ("it has too few places to cut", ""))
@@ -117,6 +116,10 @@ def _split_section(graph: GraphOp, section: SectionOp, device: Device) -> list[S
     return stages
 
 
+def _stage_count(section: SectionOp) -> int:
+    return int(get_number(section, "pp") or 1) * int(get_number(section, "chunks") or 1)
+
+
 def _describe_units(units: StageUnits) -> str:
     blocks = list(dict.fromkeys(path for path, *_ in units.calls))
     if len(units.layers) == len(units.calls) and len(blocks) < 4:
@@ -130,6 +133,10 @@ def _describe_units(units: StageUnits) -> str:
 
 def _refuse_split(section: SectionOp, parts: int, reason: str, where: str = "", most: int = 1) -> UserError:
     name = section.sym.data
+    if (get_number(section, "chunks") or 1) > 1:
+        remedy = f"leave out {name}.chunks and {name}.placement"
+        error = UserError(f"section {name!r} cannot be cut into {parts} stages: {reason}", where, remedy)
+        return ImpossibleChoice(error, [f"{name}.chunks"])
     remedy = f"set {name}.pp to at most {most}" if most > 1 else f"leave out {name}.pp"
     error = UserError(f"section {name!r} cannot be cut into {parts} stages: {reason}", where, remedy)
     return ImpossibleChoice(error, [f"{name}.pp={parts}" if most > 1 else f"{name}.pp"])
