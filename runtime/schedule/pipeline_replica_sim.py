@@ -5,8 +5,10 @@ forward if its input is ready and the in-flight limits allow it, else the oldest
 (1F1B and, with W parts, zero-bubble scheduling). `list_scheduler` does the same with the same order; without
 the other ranks it takes a third of the time, so two orders of one replica are compared within a millisecond.
 
-A rank with several stages (chunks of layers) takes from the last of them first, both for backwards and for
-forwards: that brings micro-batches to their end and frees memory.
+A rank with several stages (chunks of layers) alternates: after a backward, a ready forward comes before the
+next backward (without that, interleaved 1F1B would take up to 30% longer). It takes from its last stage
+first. Only in a loop, forwards go through the stages in rounds of as many micro-batches as there are ranks
+(interleaved 1F1B, Narayanan et al. 2021), because what a stage sends returns to the rank after so many.
 """
 
 from __future__ import annotations
@@ -147,6 +149,9 @@ class _SharedRankSimulation(_StageTimes):
             self.stages_of[self.rank_of[s]].append(s)
         self.done = [[0] * len(self.rank_of) for _ in range(3)]  # forwards, backwards and W parts, by stage
         self.free_at = [0] * replica.rank_count
+        self.after_backward = [False] * replica.rank_count
+        is_loop = replica.rank_of_stage[replica.rank_count] == replica.rank_of_stage[0]
+        self.round_size = replica.rank_count if is_loop else 0
         # (time, rank): when ranks look for a task
         self.wake_ups = [(0, rank) for rank in range(replica.rank_count)]
         first = self.rank_of[0]
@@ -164,24 +169,35 @@ class _SharedRankSimulation(_StageTimes):
 
     def start_task(self, rank: int, time: int) -> None:
         """Starts the most urgent task of a free rank, if there is one."""
-        stages, (forwards, backwards, weights) = self.stages_of[rank], self.done
+        stages, (_, backwards, weights) = self.stages_of[rank], self.done
+        backward = forward = -1
         for s in stages:
             if backwards[s] < self.count and self.backward_ready[s + 1][backwards[s]] <= time:
-                self.end_task(rank, 1, s, time, self.backward_ready[s], s - 1)
-                return
-        finished = weights if self.weight_ends else backwards
-        for s in stages:
-            if (
-                forwards[s] < self.forward_limits[s][finished[s]]
-                and self.forward_ready[s][forwards[s]] <= time
-            ):
-                # A last stage takes the backward at once, as one task.
-                self.end_task(rank, 0, s, time, self.forward_ready[s + 1], s + 1)
-                return
-        waiting = [s for s in stages if self.weight_ends and weights[s] < backwards[s]]
-        if waiting:
+                backward = s
+                break
+        # A last stage takes its backward right after its forward, as one task.
+        if backward < len(self.rank_of) - 1:
+            forward = self.next_forward_stage(stages, time)
+        if backward >= 0 and (forward < 0 or not self.after_backward[rank]):
+            self.end_task(rank, 1, backward, time, self.backward_ready[backward], backward - 1)
+        elif forward >= 0:
+            self.end_task(rank, 0, forward, time, self.forward_ready[forward + 1], forward + 1)
+        elif waiting := [s for s in stages if self.weight_ends and weights[s] < backwards[s]]:
             s = min(waiting, key=weights.__getitem__)
             self.end_task(rank, 2, s, time, self.weight_ends[s], -1)
+
+    def next_forward_stage(self, stages: Sequence[int], time: int) -> int:
+        """Returns which of a rank's stages takes the next forward, -1 if none may."""
+        forwards, finished = self.done[0], self.done[2 if self.weight_ends else 1]
+        best, least_round = -1, NEVER_NS
+        for s in stages:
+            k = forwards[s]
+            if k < self.forward_limits[s][finished[s]] and self.forward_ready[s][k] <= time:
+                if not self.round_size:
+                    return s
+                if k // self.round_size <= least_round:
+                    best, least_round = s, k // self.round_size
+        return best
 
     def end_task(self, rank: int, part: int, s: int, time: int, ends: list[int], receiver: int) -> None:
         """Notes the end of the next forward (part 0), backward (1) or W part (2) of stage `s`, which starts
@@ -189,6 +205,7 @@ class _SharedRankSimulation(_StageTimes):
         k = self.done[part][s]
         end = ends[k] = time + self.durations[part][s][k]
         self.done[part][s] = k + 1
+        self.after_backward[rank] = part == 1 if part < 2 else self.after_backward[rank]
         self.free_at[rank] = end
         heappush(self.wake_ups, (end, rank))
         if 0 <= receiver < len(self.rank_of) and self.rank_of[receiver] != rank:

@@ -50,7 +50,13 @@ def _list_variants(work: Workload, c: Candidate, section: str, pins: Pins) -> It
     load = own.loads[section]
     pinned = any(pins.pinned_number(section, key) for key in ("pp", "chunks"))
     pinned = pinned or "placement" in pins.words.get(section, {})
-    if pinned or f"{section}.chunks" in pins.refused or c.pp == 1 or load.mode == "forward" or section in own.producing_sections:
+    if (
+        pinned
+        or f"{section}.chunks" in pins.refused
+        or c.pp == 1
+        or load.mode == "forward"
+        or section in own.producing_sections
+    ):
         return
     for chunks, placement in INTERLEAVINGS:
         shape = c.shape._replace(chunks=chunks, placement=placement)
