@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from tools.check_published import (
     predict_rows,
     rank_correlation,
     read_rows,
+    set_attention_rate,
     summarize_rows,
 )
+from tools.published.frameworks import framework_of
 
 
 def timed_row(predicted_s: float, step_s: float) -> Row:
@@ -43,6 +46,25 @@ def test_a_row_pins_its_layout() -> None:
         *("model.tp=2", "model.pp=2", "model.dp=8", "model.recompute=none"),
         *("model.sharding=zero1", "model.micro_batch=8", "model.norms=sequence"),
     }
+
+
+def test_a_source_names_its_framework() -> None:
+    """Sources with other names have the framework that their name contains, or the most common habits."""
+    assert framework_of("Megatron-LM 2021").framework.tp_hidden_percent == 0
+    assert framework_of("Megatron-LM README 2025").framework.tp_hidden_percent > 0
+    assert framework_of("a new library").framework.name == "unknown"
+    staged = framework_of("Megatron-LM 2021", "3 virtual stages; fp16")
+    assert staged.framework == replace(framework_of("Megatron-LM 2021").framework, virtual_stages=3)
+
+
+def test_the_attention_kernel_of_a_framework_is_priced() -> None:
+    """In forward, backward and second forwards: 60% of large products' rate by default, here 30% of the peak
+    where products reach 90%."""
+    call = ' again = "50*B*S*S + 7*B*S", attention = "30*B*S*S", attention_work = "50*B*S*S", moved = "9*B*S"'
+    assert set_attention_rate(call, 90, 30) == (
+        ' again = "50*B*S*S + 7*B*S - (50*B*S*S) + 90*B*S*S", attention = "30*B*S*S", '
+        'attention_work = "90*B*S*S", moved = "9*B*S"'
+    )
 
 
 @pytest.mark.slow

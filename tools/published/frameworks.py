@@ -68,7 +68,7 @@ MEGATRON_2021 = PublishedFramework(
 MEGATRON_2024 = PublishedFramework(
     Framework(
         name="Megatron-LM 2024",
-        layer_passes=38,
+        layer_passes=80,
         lost_rows=600,
         tp_hidden_percent=70,
         hides_gathers=True,
@@ -90,9 +90,12 @@ BY_SOURCE = {
 
 
 def framework_of(source: str, note: str = "") -> PublishedFramework:
-    """The framework that a source's steps were measured with; for sources that are not listed, the one with
-    the most common habits. A note may say how many virtual stages there are ("3 virtual stages")."""
-    found = BY_SOURCE.get(source, UNKNOWN)
+    """The framework that a source's steps were measured with: the one listed for it, else one that its
+    name contains, else the one with the most common habits. A note may say how many virtual stages there are,
+    such as "3 virtual stages"."""
+    words = {"Hagemann": HAGEMANN, "llm-foundry": LLM_FOUNDRY, "Megatron": MEGATRON_2024}
+    like = next((framework for word, framework in words.items() if word in source), UNKNOWN)
+    found = BY_SOURCE.get(source, like)
     stages = re.search(r"(\d+) virtual stages", note)
     if stages is None:
         return found
