@@ -32,7 +32,7 @@ from secc.cost.model.patterns_and_transfers import SectionTransfer, micro_batch_
 from secc.errors import UserError
 from secc.ir.analysis.token_count import token_count
 from secc.ir.analysis.tp_layouts import feasible_tp
-from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_section
+from secc.ir.analysis.whole_batch import ALONE
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.validation.send_window import DEFAULT_SEND_LIMIT
 
@@ -129,9 +129,7 @@ def count_usable_ranks(work: Workload, strategy: str, pins: Pins, ranks: int) ->
         for name, load in work.loads.items()
     }
     replicas = {
-        name: 1
-        if whole_batch_of_section(work.graph, load.section) == ALONE
-        else work.active_sample_count(load)
+        name: 1 if work.whole_batch_kind(load) == ALONE else work.active_sample_count(load)
         for name, load in work.loads.items()
     }
     counts = [count * largest_replica[name] for name, count in replicas.items()]
@@ -240,6 +238,12 @@ def _candidates_of_parts(
         require_exchanging_replicas(replica, most, pins)
     if size_of_replica > least and (pins.pinned_number(load.name, "dp") or 1) > most:
         return  # the pinned dp is possible with smaller replicas only
+    all_ways = [
+        (mode, offload, work.rank_load(load, shape._replace(backward_parts=parts, offload=offload)))
+        for mode in modes
+        for parts in list_backward_parts(load, shape, *mode, pins)
+        for offload in offloads[mode[0]]
+    ]
     for dp in pins.dp_choices(
         load.name, most, candidate_pruning.replica_counts(size_of_replica, ranks, work.cluster.per_node, most)
     ):
@@ -255,13 +259,13 @@ def _candidates_of_parts(
         }
         samples = -(-work.active_sample_count(load) // dp)
         sizes, limits = _micro_batch_limits(work, load, pins, samples)
+        ways = [(mode, rank) for mode, offload, rank in all_ways if fixed_fits[mode[0], offload]]
         for size in sizes:
-            for mode in modes:
-                for parts in list_backward_parts(load, shape, *mode, pins):
-                    for offload in (o for o in offloads[mode[0]] if fixed_fits[mode[0], o]):
-                        rank = work.rank_load(load, shape._replace(backward_parts=parts, offload=offload))
-                        found = price_fitting_candidates(work, rank, dp, size, *mode, capacity)
-                        yield from (replace(c, cp_per=cp_per, **limits) for c in found)
+            for mode, rank in ways:
+                found = price_fitting_candidates(work, rank, dp, size, *mode, capacity)
+                if limits or cp_per != "section":
+                    found = [replace(c, cp_per=cp_per, **limits) for c in found]
+                yield from found
 
 
 def _micro_batch_limits(
@@ -269,7 +273,7 @@ def _micro_batch_limits(
 ) -> tuple[list[int], dict[str, int]]:
     """Returns the mean samples of a micro-batch to consider for `samples` samples on a replica, and the
     limits on tokens and samples if the section has a token budget."""
-    if whole_batch_of_section(work.graph, load.section):
+    if work.whole_batch_kind(load):
         return [samples], {}
     tokens = pins.pinned_number(load.name, "micro_batch_tokens")
     if tokens is None:

@@ -153,6 +153,9 @@ class Workload:
     cached_active_samples: dict[str, int] = field(
         init=False, repr=False, compare=False, default_factory=dict[str, int]
     )
+    cached_whole_batches: dict[str, str] = field(
+        init=False, repr=False, compare=False, default_factory=dict[str, str]
+    )
     cached_layers: dict[str, int] = field(
         init=False, repr=False, compare=False, default_factory=dict[str, int]
     )
@@ -233,6 +236,12 @@ class Workload:
         if load.name not in self.cached_layers:
             self.cached_layers[load.name] = count_stackable_layers(self.graph, load.section, load.cost.layers)
         return self.cached_layers[load.name]
+
+    def whole_batch_kind(self, load: SectionLoad) -> str:
+        """How a section takes all samples of a step at once (`whole_batch_of_section`), "" if it does not."""
+        if load.name not in self.cached_whole_batches:
+            self.cached_whole_batches[load.name] = whole_batch_of_section(self.graph, load.section)
+        return self.cached_whole_batches[load.name]
 
     def active_sample_count(self, load: SectionLoad) -> int:
         """Expected number of active samples of a section in a global batch, rounded up; at least 1."""
@@ -460,7 +469,7 @@ def list_sharding_and_recompute(work: Workload, load: SectionLoad, pins: Pins) -
     if load.mode == "forward":
         _require_none_pinned(load, "recompute", pins, "it has no backward")
         recompute = ("none",)
-    if kind := whole_batch_of_section(work.graph, load.section):
+    if kind := work.whole_batch_kind(load):
         sharding = tuple(s for s in sharding if s != "zero3")
         recompute = ("none",) if kind == ALONE else recompute
     if pins.splits_backward(load.name):
@@ -569,16 +578,9 @@ def price_candidate(
 ) -> Candidate:
     """Computes times and memory of a section in `dp` replicas with micro-batches of `size` samples."""
     busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
-    return _make_candidate(
-        work,
-        load,
-        dp,
-        size,
-        sharding,
-        recompute,
-        busy,
-        memory_on_rank(work, load, dp, size, sharding, recompute, busy[1]),
-    )
+    rank = memory_on_rank(work, load, dp, size, sharding, recompute, busy[1])
+    alternating_bytes = rank.total_bytes(in_flight_alternating(work, load, busy[1]))
+    return _make_candidate(work, load, dp, size, sharding, recompute, busy, rank, alternating_bytes)
 
 
 def fixed_memory_fits(load: SectionLoad, dp: int, sharding: str, offload: str, capacity: int) -> bool:
@@ -602,14 +604,14 @@ def price_fitting_candidates(
     """
     _, count, _ = _expect_micro_batches(load, -(-work.active_sample_count(load) // dp), size)
     rank = memory_on_rank(work, load, dp, size, sharding, recompute, count)
-    if capacity is not None and rank.total_bytes(in_flight_alternating(work, load, count)) > capacity:
+    alternating_bytes = rank.total_bytes(in_flight_alternating(work, load, count))
+    if capacity is not None and alternating_bytes > capacity:
         return []
     if capacity is not None and rank.host > work.cluster.device.usable_host_memory:
         return []
     busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
-    return _vary_in_flight(
-        work, load, _make_candidate(work, load, dp, size, sharding, recompute, busy, rank), rank
-    )
+    candidate = _make_candidate(work, load, dp, size, sharding, recompute, busy, rank, alternating_bytes)
+    return _vary_in_flight(work, load, candidate, rank)
 
 
 def _make_candidate(
@@ -621,11 +623,12 @@ def _make_candidate(
     recompute: str,
     busy: BusiestReplica,
     rank: RankMemory,
+    alternating_bytes: int,
 ) -> Candidate:
-    """Candidate of a busiest replica `busy` and the memory of one rank."""
+    """Candidate of a busiest replica `busy` and the memory of one rank, of which it uses `alternating_bytes`
+    where it alternates forwards and backwards."""
     total, micro_batches, fill, drain = busy
     alternating = in_flight_alternating(work, load, micro_batches)
-    alternating_bytes = rank.total_bytes(alternating)
     framework = work.cluster.device.framework
     bubble = pipeline_bubble_ns(load, size, busy) // framework.virtual_stages
     if load.shape.pp == 2:
@@ -774,8 +777,10 @@ def exposed_sums_ns(sums_ns: int, parameter_bytes: int, last_backward_ns: int) -
     """How long sums of the gradients of so many bytes of parameters take beyond the last backward. A bucket
     is summed when that backward has all of its gradients, so the first one waits for a part of it, and the
     last one for all of it."""
-    bucket = min(Fraction(1), Fraction(BUCKET_BYTES, max(1, parameter_bytes)))
-    return max(sums_ns - int((1 - bucket) * last_backward_ns), int(bucket * sums_ns))
+    parameter_bytes = max(1, parameter_bytes)
+    bucket = min(BUCKET_BYTES, parameter_bytes)
+    hidden = (parameter_bytes - bucket) * last_backward_ns // parameter_bytes
+    return max(sums_ns - hidden, bucket * sums_ns // parameter_bytes)
 
 
 def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> tuple[int, int]:
@@ -1001,20 +1006,16 @@ def _activation_bytes(work: Workload, load: SectionLoad, size: int, recompute: s
 def _largest_sample_bytes(work: Workload, load: SectionLoad, size: int, recompute: str) -> int:
     """Bytes that the largest listed sample needs in a micro-batch of its own: what it keeps, and what it
     needs temporarily beyond what a micro-batch of `size` mean samples does."""
-    key = "largest", size, recompute
+    key = "largest", recompute
     if key not in load.cached_numbers:
-        _, working = _activation_bytes(work, load, size, recompute)
+        needed = _needed_sample_bytes(work, load, recompute)
         load.cached_numbers[key] = (
-            max(
-                (
-                    kept + max(0, temporary - working)
-                    for kept, temporary in _needed_sample_bytes(work, load, recompute)
-                ),
-                default=0,
-            ),
-            0,
+            max((kept for kept, _ in needed), default=0),
+            max(map(sum, needed), default=0),
         )
-    return load.cached_numbers[key][0]
+    kept, kept_and_temporary = load.cached_numbers[key]
+    _, working = _activation_bytes(work, load, size, recompute)
+    return max(kept, kept_and_temporary - working)
 
 
 def longest_sample_bytes(work: Workload, load: SectionLoad, recompute: str) -> int:

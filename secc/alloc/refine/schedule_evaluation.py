@@ -45,7 +45,6 @@ from secc.cost.model.patterns_and_transfers import (
 )
 from secc.ir.analysis import sample_sizes as drawn_samples
 from secc.ir.analysis.token_count import token_count
-from secc.ir.analysis.whole_batch import whole_batch_of_section
 from secc.ir.dialect.ops import strings_of
 from secc.runtime.host.gc_control import pause_gc
 from secc.runtime.plan.expr_eval import evaluate_expr
@@ -244,7 +243,7 @@ class PlanEvaluator:
                 if c.cp_per == "micro_batch"
                 else Cost(),
                 undivided_bytes=undivided_bytes,
-                whole_batch=bool(whole_batch_of_section(self.work.graph, load.section)),
+                whole_batch=bool(self.work.whole_batch_kind(load)),
             )
             stages.append(
                 replace(stage, name=f"{section} {i}", pipeline=section, stage=i) if c.pp > 1 else stage

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 
 from secc.cluster import Cluster
 from secc.cost.model.collectives import all_reduce_messages
@@ -78,8 +78,16 @@ class StageShares:
         """Ns over all stages, on `pp` ranks, of what takes the longest rank `longest_ns`."""
         if pp == 1:
             return longest_ns
-        stages = pp * self.chunks
-        return int(((stages - 1) * self.before_last + self.last) / self.longest * longest_ns)
+        if pp not in self._sums:
+            all_stages = (pp * self.chunks - 1) * self.before_last + self.last
+            self._sums[pp] = (all_stages / self.longest).as_integer_ratio()
+        part, whole = self._sums[pp]
+        return longest_ns * part // whole if longest_ns >= 0 else -(-longest_ns * part // whole)
+
+    @cached_property
+    def _sums(self) -> dict[int, tuple[int, int]]:
+        """By number of ranks: what all stages take over what the longest rank takes, as a fraction."""
+        return {}
 
     def time_of_stage(self, text: str, is_last: bool) -> str:
         """A stage's time, given the longest rank's as an expression."""
