@@ -8,6 +8,7 @@ from pathlib import Path
 
 from secc.baselines.compare import BaselineComparison, BaselineResult
 from secc.bounds.steady_state import mean_step_bound
+from secc.bounds.traffic import Traffic
 from secc.bounds.work import BatchWork
 from secc.errors import UserError
 from secc.report.text_table import TextTable
@@ -64,9 +65,10 @@ def simulate_plan(
         raise UserError(f"unknown --order {order!r}", remedy=f"use one of {', '.join(SCHEDULE_ORDERS)}")
     show(_DRAW)
     batches = list(load_global_batches(directory, plan, seed, shuffle, steps))
+    traffic = Traffic(plan)
     try:
         simulated = [
-            simulate(plan, samples, programs)
+            simulate(plan, samples, programs, traffic)
             for samples, programs in steady_state_steps(plan, batches, order)
         ]
     except ValueError as error:
@@ -79,9 +81,10 @@ def simulate_plan(
         for excess in step.schedule.over_memory[:1]
     ]
     show(_COMPARE)
-    measures = [measure_step(step) for step in simulated]
     own = [step.samples[: step.schedule.own_samples] for step in simulated]
-    measured = mean_measures(measures, mean_step_bound([BatchWork(plan, samples) for samples in own]))
+    works = [BatchWork(plan, samples, traffic) for samples in own]
+    measures = [measure_step(step, work) for step, work in zip(simulated, works, strict=True)]
+    measured = mean_measures(measures, mean_step_bound(works))
     found: dict[str, BaselineResult] = {}
     if baselines:
         show(_READ_IR)

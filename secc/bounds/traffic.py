@@ -179,9 +179,7 @@ class Traffic:
         States in host memory are copied to the device and back meanwhile, without the `prefetched` bytes.
         """
         step_ns = self.optimizer_memory_ns(rank) + sum(
-            len(h.names) * self.overheads.tensor // _shard_count(h)
-            for h in self.reduction_groups
-            if rank in h.ranks
+            len(h.names) * self.overheads.tensor // _shard_count(h) for h in self._groups_of(rank)
         )
         states = self.offloaded_state_bytes(rank) - prefetched
         if self.cluster is None or states <= 0:
@@ -205,11 +203,10 @@ class Traffic:
 
     def offloaded_state_bytes(self, rank: int) -> int:
         """Bytes of optimizer states and masters that a rank has in host memory."""
+        if not self.offloaded_names:
+            return 0
         return sum(
-            self._offloaded_bytes(p) // _shard_count(h)
-            for h in self.reduction_groups
-            if rank in h.ranks
-            for p in h.names
+            self._offloaded_bytes(p) // _shard_count(h) for h in self._groups_of(rank) for p in h.names
         )
 
     def _offloaded_bytes(self, name: str) -> int:
@@ -242,12 +239,7 @@ class Traffic:
         """Time of the optimizer's memory traffic on a rank."""
         if self.cluster is None:
             return 0
-        bytes_moved = sum(
-            self._optimizer_bytes(p) // _shard_count(h)
-            for h in self.reduction_groups
-            if rank in h.ranks
-            for p in h.names
-        )
+        bytes_moved = sum(self._optimizer_bytes_by_group[i] for i in self._group_numbers.get(rank, ()))
         return 1000 * bytes_moved // self.cluster.view_of_ranks([rank]).device.memory_bytes_per_us
 
     def _optimizer_bytes(self, name: str) -> int:
@@ -259,7 +251,27 @@ class Traffic:
 
     def updated_parameters(self, rank: int) -> list[str]:
         """Parameters that a rank's optimizer updates."""
-        return [p for h in self.reduction_groups if rank in h.ranks for p in h.names]
+        return [p for h in self._groups_of(rank) for p in h.names]
+
+    def _groups_of(self, rank: int) -> list[ReductionGroup]:
+        """The groups of parameters that a rank's optimizer updates."""
+        return [self.reduction_groups[i] for i in self._group_numbers.get(rank, ())]
+
+    @cached_property
+    def _group_numbers(self) -> dict[int, list[int]]:
+        """For each rank, the indices of its `reduction_groups`."""
+        found: dict[int, list[int]] = {}
+        for i, held in enumerate(self.reduction_groups):
+            for rank in held.ranks:
+                found.setdefault(rank, []).append(i)
+        return found
+
+    @cached_property
+    def _optimizer_bytes_by_group(self) -> list[int]:
+        """Bytes that the optimizer step of a rank moves for each of the `reduction_groups`."""
+        return [
+            sum(self._optimizer_bytes(p) // _shard_count(h) for p in h.names) for h in self.reduction_groups
+        ]
 
     @cached_property
     def overheads(self) -> Overheads:

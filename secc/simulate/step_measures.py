@@ -4,7 +4,7 @@ utilisation."""
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -15,7 +15,7 @@ from secc.bounds.work import BatchWork
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Section
-from secc.runtime.plan.step_program import compute_kinds
+from secc.runtime.plan.step_program import compute_kinds, owes_backward
 from secc.runtime.schedule.cross_step_prefetch import edge_tensor_bytes
 from secc.simulate.events import SimulatedStep
 
@@ -56,17 +56,16 @@ class StepMeasures:
     peak_memory_gib: float | None
 
 
-def measure_step(step: SimulatedStep) -> StepMeasures:
-    """Measures a simulated step, with the bounds of its plan and samples."""
-    traffic = Traffic(step.plan)
-    work = BatchWork(step.plan, step.samples[: step.schedule.own_samples], traffic)
+def measure_step(step: SimulatedStep, work: BatchWork | None = None) -> StepMeasures:
+    """Measures a simulated step, with the bounds of its plan and samples. work: of its own samples, if it
+    is computed already."""
+    work = work or BatchWork(step.plan, step.samples[: step.schedule.own_samples], Traffic(step.plan))
+    traffic = work.traffic
     bound: LowerBound = schedule_bound_of_work(work)
     exposed, waiting = _total_waits(step)
     ranks = max(1, step.plan.world_size)
-    memory = [
-        max((bytes_ for _, bytes_ in memory_over_time(step, rank, traffic) or ()), default=None)
-        for rank in range(ranks)
-    ]
+    held = _HeldBytes(step, traffic)
+    memory = [max((size for _, size in held.over_time(rank) or ()), default=None) for rank in range(ranks)]
     known = [m for m in memory if m is not None]
     return StepMeasures(
         step_time_s=step.end / 1e9,
@@ -127,10 +126,12 @@ def _total_waits(step: SimulatedStep) -> tuple[int, int]:
     """(waits for messages and reductions in transit, waits for other ranks) summed over the ranks, in ns."""
     exposed = sum(c.start - c.in_transit_from for c in step.compute)
     waiting = sum(c.in_transit_from - c.free_at for c in step.compute)
+    late: Counter[int] = Counter()  # by rank
+    for r in step.reductions:
+        for rank in r.ranks:
+            late[rank] += max(0, r.end - max(step.program_ends[rank], r.start))
     for rank, stepped in enumerate(step.program_ends):
-        late_reductions = sum(
-            r.end - max(stepped, r.start) for r in step.reductions if rank in r.ranks and r.end > stepped
-        )
+        late_reductions = late[rank]
         exposed += late_reductions
         waiting += max(0, step.gradients_summed - stepped - late_reductions)
     return exposed, waiting
@@ -205,38 +206,63 @@ def memory_over_time(
 
     None where the plan does not say what micro-batches save.
     """
-    held = [s for s in step.plan.sections if rank in s.mesh.ranks]
-    if any(s.mode != "forward" and not s.cost.saved for s in held):
-        return None
-    fixed = _fixed_bytes(step, rank, traffic or Traffic(step.plan))
-    sizes = PredictedCosts(step.plan, step.samples, step.schedule.own_samples)
-    sections = {s.name: s for s in held}
-
-    def saved_bytes(section: str, micro: int) -> int:
-        samples = step.schedule.micro_batches[section][micro].samples
-        (dealt,) = sizes.price_dealt(sections[section], [samples])
-        if dealt is not None:
-            return dealt.saved_bytes
-        return evaluate_expr(sections[section].cost.saved, sizes.micro_batch_sizes(samples))
-
-    changes = [*_in_flight_changes(step, rank, saved_bytes), *_prefetched_result_changes(step, rank, sizes)]
-    return [(0, fixed), *((time, fixed + bytes_) for time, bytes_ in _running_totals(changes))]
+    return _HeldBytes(step, traffic or Traffic(step.plan)).over_time(rank)
 
 
-def _fixed_bytes(step: SimulatedStep, rank: int, traffic: Traffic) -> int:
-    """Parameters, and for trained ones gradients, masters and optimizer states; of sharded ones only this
-    rank's part."""
-    sections = {n: s for s in step.plan.sections if rank in s.mesh.ranks for n in s.params}
-    trained = {n for n, what in step.plan.model.parameters.items() if what.endswith(" train")}
-    held_sections = (s for s in step.plan.sections if rank in s.mesh.ranks)
-    on_host = [_layer_bytes(traffic, s) for s in held_sections if s.offload == "weights"]
-    from_host = set(chain.from_iterable(names for names, _ in on_host))
-    held = sum(
-        _fixed_parameter_bytes(traffic, s, name, name in trained)
-        for name, s in sections.items()
-        if name not in from_host
-    )
-    return held + traffic.streamed_state_bytes(rank) + sum(2 * largest for _, largest in on_host)
+class _HeldBytes:
+    """What the ranks of a step hold; ranks with the same sections share what is computed for them."""
+
+    def __init__(self, step: SimulatedStep, traffic: Traffic) -> None:
+        self.step, self.traffic = step, traffic
+        self.sizes = PredictedCosts(step.plan, step.samples, step.schedule.own_samples)
+        self.trained = {n for n, what in step.plan.model.parameters.items() if what.endswith(" train")}
+        self.sections = {s.name: s for s in step.plan.sections}
+        self.sections_by_rank: dict[int, list[Section]] = defaultdict(list)
+        for s in step.plan.sections:
+            for rank in s.mesh.ranks:
+                self.sections_by_rank[rank].append(s)
+        self.parameters: dict[tuple[str, ...], int] = {}
+        self.saved: dict[tuple[str, int], int] = {}
+
+    def over_time(self, rank: int) -> list[tuple[int, int]] | None:
+        """What `memory_over_time` returns."""
+        if any(s.mode != "forward" and not s.cost.saved for s in self.sections_by_rank[rank]):
+            return None
+        fixed = self._parameter_bytes(rank) + self.traffic.streamed_state_bytes(rank)
+        changes = [
+            *_in_flight_changes(self.step, rank, self._saved_bytes),
+            *_prefetched_result_changes(self.step, rank, self.sizes),
+        ]
+        return [(0, fixed), *((time, fixed + bytes_) for time, bytes_ in _running_totals(changes))]
+
+    def _saved_bytes(self, section: str, micro: int) -> int:
+        """Bytes that a micro-batch keeps from forward to backward."""
+        if (section, micro) not in self.saved:
+            own, samples = self.sections[section], self.step.schedule.micro_batches[section][micro].samples
+            (dealt,) = self.sizes.price_dealt(own, [samples])
+            self.saved[section, micro] = (
+                dealt.saved_bytes
+                if dealt is not None
+                else evaluate_expr(own.cost.saved, self.sizes.micro_batch_sizes(samples))
+            )
+        return self.saved[section, micro]
+
+    def _parameter_bytes(self, rank: int) -> int:
+        """Parameters, and for trained ones gradients, masters and optimizer states on the device; of sharded
+        ones only this rank's part."""
+        held_sections = self.sections_by_rank[rank]
+        key = tuple(s.name for s in held_sections)
+        if key not in self.parameters:
+            section_of = {n: s for s in held_sections for n in s.params}
+            on_host = [_layer_bytes(self.traffic, s) for s in held_sections if s.offload == "weights"]
+            from_host = set(chain.from_iterable(names for names, _ in on_host))
+            held = sum(
+                _fixed_parameter_bytes(self.traffic, s, name, name in self.trained)
+                for name, s in section_of.items()
+                if name not in from_host
+            )
+            self.parameters[key] = held + sum(2 * largest for _, largest in on_host)
+        return self.parameters[key]
 
 
 def _layer_bytes(traffic: Traffic, section: Section) -> tuple[set[str], int]:
@@ -276,10 +302,9 @@ def _running_totals(changes_in_any_order: Iterable[TimedChange]) -> list[tuple[i
 
 
 def _in_flight_changes(step: SimulatedStep, rank: int, amount: MicroBatchAmount) -> Iterator[TimedChange]:
-    modes = {s.name: s.mode for s in step.plan.sections}
-    last = {s.name: compute_kinds(s)[-1] for s in step.plan.sections}
+    last = {s.name: compute_kinds(s)[-1] for s in step.plan.sections if owes_backward(s)}
     for c in step.compute_by_rank.get(rank, ()):
-        if modes[c.section] != "forward":
+        if c.section in last:
             size = amount(c.section, c.micro)
             if c.kind in ("F", last[c.section]):
                 yield (c.start, size) if c.kind == "F" else (c.end, -size)

@@ -99,7 +99,7 @@ def test_replay_with_messages_is_what_programs_take_on_links_without_contention(
     names = {s.user_section_name for s in p.sections}
     _, ends = _replay_order(candidate, {(a, b): LATENCY for a in names for b in names})
     replayed, end = max(ends, default=0), simulate(p, samples, emit_candidate(candidate)).end
-    if any(s.mesh.tp > 1 for s in p.sections):
+    if any(s.mesh.replica_size > 1 for s in p.sections):
         # The replay sees only the first rank of a replica: it may add or miss messages of its other ranks.
         assert abs(end - replayed) <= LATENCY * len(candidate.task_order)
     elif p.pipelines:

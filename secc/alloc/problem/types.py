@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 STRATEGIES = ("auto", "apart", "colocate", "uniform")
@@ -185,7 +186,7 @@ class AllocEdge:
     message_ns: tuple[int, ...]
     round_trip_ns: tuple[int, ...]
 
-    @property
+    @cached_property
     def gradient_return_ns(self) -> tuple[int, ...]:
         """By candidate of `dst`: time until the gradient of a sent micro-batch returns. It is a round
         trip, plus half of one as mean wait."""

@@ -67,7 +67,8 @@ class RankMemory(NamedTuple):
 
     def total_bytes(self, in_flight: int) -> int:
         """Peak bytes with up to `in_flight` micro-batches between forward and the end of their backward."""
-        return self.fixed + self.activation_bytes(in_flight) + self.extra_gradient_bytes(in_flight)
+        activations = self.activation_bytes(in_flight)
+        return self.fixed + activations + self._extra_gradient_bytes(in_flight, activations)
 
     def extra_gradient_bytes(self, in_flight: int) -> int:
         """Gradient bytes in addition to the activations of `in_flight` micro-batches, at the peak.
@@ -75,7 +76,10 @@ class RankMemory(NamedTuple):
         If all micro-batches of the step are in flight at once, there are no gradients yet when activations
         peak: gradients count in full only after the first of them has finished its backward.
         """
-        activations = self.activation_bytes(in_flight)
+        return self._extra_gradient_bytes(in_flight, self.activation_bytes(in_flight))
+
+    def _extra_gradient_bytes(self, in_flight: int, activations: int) -> int:
+        """`extra_gradient_bytes` where the micro-batches hold `activations` bytes."""
         # Gradients of earlier micro-batches exist next to the activations, unless all micro-batches of the
         # step are in flight: then the first gradients appear when one of them has been freed.
         freed = 0
@@ -92,17 +96,22 @@ class RankMemory(NamedTuple):
         reduced = self.reduced
         if not reduced.total_bytes:
             return 0
-        return max(map(self._last_backward_bytes, (reduced.in_flight_bytes, reduced.total_bytes)))
+        activations = self.activation_bytes(1)
+        return max(
+            self._last_backward_bytes(reduced.in_flight_bytes, activations),
+            self._last_backward_bytes(reduced.total_bytes, activations),
+        )
 
-    def _last_backward_bytes(self, produced: int) -> int:
-        """Gradients and activations when `produced` bytes of the gradients to reduce exist."""
+    def _last_backward_bytes(self, produced: int, activations: int) -> int:
+        """Gradients and activations when `produced` bytes of the gradients to reduce exist; the last
+        micro-batch keeps `activations` bytes."""
         reduced = self.reduced
         remaining = reduced.total_bytes - produced
         own = remaining if reduced.own_freed else produced if self.micro_batches == 1 else reduced.total_bytes
         # The part not yet produced still has its share of the last micro-batch's activations. The rank's own
         # gradients shrink as buckets are freed (`own_freed`), grow from nothing if this is the only
         # micro-batch of the step, or exist in full from earlier ones. Sums grow with what is produced.
-        linear = self.activation_bytes(1) * remaining + self.gradients * own + reduced.shard_bytes * produced
+        linear = activations * remaining + self.gradients * own + reduced.shard_bytes * produced
         return linear // reduced.total_bytes + min(produced, reduced.in_flight_bytes)
 
 
