@@ -6,12 +6,15 @@ docs/internals/scheduler.md lists them with what each is for.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secc.alloc.refine.schedule_evaluation import _replay_order
+from secc.alloc.refine.schedule_evaluation import replay_order
+from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.section_graph import SectionGraph
+from secc.runtime.plan.step_program import SampleMeta, Schedule
 from secc.runtime.schedule import pipeline_order
 from secc.runtime.schedule.emit_programs import emit_programs
 from secc.runtime.schedule.micro_batches import MicroBatchComposer
@@ -23,9 +26,10 @@ from tests.simulate.test_simulator import cluster
 from tools import schedule_mixes
 
 LATENCY = 7
+Step = tuple[Plan, Sequence[SampleMeta]]
 
 
-def emit_candidate(candidate: ScheduleCandidate):
+def emit_candidate(candidate: ScheduleCandidate) -> Schedule:
     return emit_programs(
         candidate.composer.plan,
         candidate.composer.graph,
@@ -37,7 +41,7 @@ def emit_candidate(candidate: ScheduleCandidate):
 
 
 @st.composite
-def pipelined_steps(draw, images=0.5):
+def pipelined_steps(draw: st.DrawFn, images: float = 0.5) -> Step:
     """A language model in stages, and with images an encoder that feeds it."""
     stages, split = draw(st.integers(2, 4)), draw(st.booleans())
     in_flight = draw(st.sampled_from([0, stages, 2 * stages]))
@@ -47,16 +51,20 @@ def pipelined_steps(draw, images=0.5):
     return schedule_mixes.vlm_plan(samples, 2, replicas, 0.8, pipeline=shape), samples
 
 
-def plan_pipeline(p, samples):
+def plan_pipeline(
+    p: Plan, samples: Sequence[SampleMeta]
+) -> tuple[pipeline_order.PipelineLoad, pipeline_order.PipelineOrders, ScheduleCandidate]:
     composer = MicroBatchComposer(p, samples, SectionGraph(p))
-    load, micro_batches = critical_pipeline_load(composer)
+    found = critical_pipeline_load(composer)
+    assert found is not None
+    load, micro_batches = found
     orders = pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY)
     return load, orders, pipeline_order_candidate(composer, load, micro_batches, orders)
 
 
 @given(pipelined_steps())
 @settings(max_examples=40, deadline=None)
-def test_decoupled_simulation_is_what_programs_take(step):
+def test_decoupled_simulation_is_what_programs_take(step: Step) -> None:
     p, samples = step
     _, _, candidate = plan_pipeline(p, samples)
     end = simulate(p, samples, emit_candidate(candidate)).end
@@ -66,7 +74,7 @@ def test_decoupled_simulation_is_what_programs_take(step):
 
 @given(pipelined_steps(images=0.0))
 @settings(max_examples=40, deadline=None)
-def test_a_pipeline_replica_alone_is_what_its_ranks_take(step):
+def test_a_pipeline_replica_alone_is_what_its_ranks_take(step: Step) -> None:
     p, samples = step
     load, orders, candidate = plan_pipeline(p, samples)
     simulated = simulate(p, samples, emit_candidate(candidate))
@@ -77,9 +85,9 @@ def test_a_pipeline_replica_alone_is_what_its_ranks_take(step):
         assert load.replica.simulate(order, ready).end == end
 
 
-def test_upstream_estimate_tells_about_when_programs_end():
+def test_upstream_estimate_tells_about_when_programs_end() -> None:
     """Exact in the median; the order of the encoders' backwards is guessed, so it may be off."""
-    errors = []
+    errors: list[float] = []
     for seed in range(24):
         samples = schedule_mixes.multimodal_batch(16, 0.5, seed)
         shape = schedule_mixes.PipelineShape(2 + seed % 3, 16, bool(seed % 2))
@@ -92,12 +100,12 @@ def test_upstream_estimate_tells_about_when_programs_end():
 
 @given(st.one_of(st.tuples(random_plans(), random_batches), pipelined_steps()))
 @settings(max_examples=80, deadline=None)
-def test_replay_with_messages_is_what_programs_take_on_links_without_contention(step):
+def test_replay_with_messages_is_what_programs_take_on_links_without_contention(step: Step) -> None:
     p, samples = step
     p = dataclasses.replace(p, cluster=cluster(LATENCY, gb_s=10**9, per_node=p.world_size))
     candidate = find_candidate(p, samples)
     names = {s.user_section_name for s in p.sections}
-    _, ends = _replay_order(candidate, {(a, b): LATENCY for a in names for b in names})
+    _, ends = replay_order(candidate, {(a, b): LATENCY for a in names for b in names})
     replayed, end = max(ends, default=0), simulate(p, samples, emit_candidate(candidate)).end
     if any(s.mesh.replica_size > 1 for s in p.sections):
         # The replay sees only the first rank of a replica: it may add or miss messages of its other ranks.

@@ -6,7 +6,7 @@ edges (without code), and the runtime's scheduler (`secc.runtime.schedule.schedu
 samples with the dataset's sizes. So fill and drain of encoders, uneven micro-batches, pipeline bubbles and
 uneven replicas count, and so do batches with more images than an encoder's ranks were planned for.
 
-The finished order is then replayed with messages (`_replay_order`), because the scheduler ignores them: each
+The finished order is then replayed with messages (`replay_order`), because the scheduler ignores them: each
 takes the time of a mean sample's message, without contention. Gradient reductions and the optimizer follow a
 section's last backward. Memory counts the micro-batches in flight in that order, each with its own samples.
 """
@@ -374,7 +374,7 @@ class _OrderTimeline:
 
     def __init__(self, order: Order, message_ns: Mapping[tuple[str, str], int]) -> None:
         ranges, rank = order.step_tasks.ranges, order.step_tasks.graph.rank_of
-        starts, ends = _replay_order(order, message_ns)
+        starts, ends = replay_order(order, message_ns)
         self.ends: dict[str, dict[int, int]] = {name: {} for name in ranges}
         for name, n in ranges.items():
             ends_of_section = self.ends[name]
@@ -399,7 +399,7 @@ class _OrderTimeline:
             )
 
 
-def _replay_order(order: Order, message_ns: Mapping[tuple[str, str], int]) -> tuple[list[int], list[int]]:
+def replay_order(order: Order, message_ns: Mapping[tuple[str, str], int]) -> tuple[list[int], list[int]]:
     """Replays a finished order with messages; returns start and end of each task in ns.
 
     `message_ns`: delay of a message between two sections, in either direction, if they are on different
