@@ -44,9 +44,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-import torch
-from torch import Tensor
-
 from secc.bounds.pipeline_bounds import has_in_flight_slots, hold_times, long_sample_bound, round_trip_times
 from secc.bounds.work import BatchWork, SampleVisit
 from secc.runtime.plan.schema import Plan
@@ -233,18 +230,18 @@ def _best_set_bound(jobs: Sequence[_BoundJob], ranks: int) -> int:
         sorted(jobs, key=lambda j: -j.tail),
         sorted(jobs, key=lambda j: -j.head - j.tail),
     )
-    columns = [torch.tensor([(j.weight, j.head, j.tail) for j in order]).reshape(-1, 3).T for order in orders]
     return max(
-        (_set_bound(*column[:, :k], ranks) for column in columns for k in _prefix_sizes(len(jobs))), default=0
+        (_set_bound(order[:k], ranks) for order in orders for k in _prefix_sizes(len(jobs))), default=0
     )
 
 
-def _set_bound(weights: Tensor, heads: Tensor, tails: Tensor, ranks: int) -> int:
-    """Minimum over q of (work + q smallest heads + q smallest tails) / q, rounded up; the columns have an
-    entry for each job."""
-    q = torch.arange(1, min(ranks, len(weights)) + 1)
-    ends = heads.sort().values[: len(q)].cumsum(0) + tails.sort().values[: len(q)].cumsum(0)
-    return int(((weights.sum() + ends + q - 1) // q).min())
+def _set_bound(jobs: Sequence[_BoundJob], ranks: int) -> int:
+    """Minimum over q of (work + q smallest heads + q smallest tails) / q, rounded up."""
+    total = sum(j.weight for j in jobs)
+    heads = accumulate(sorted(j.head for j in jobs))
+    tails = accumulate(sorted(j.tail for j in jobs))
+    sums = zip(range(1, min(ranks, len(jobs)) + 1), heads, tails, strict=False)
+    return min(-(-(total + h + t) // q) for q, h, t in sums)
 
 
 def _prefix_sizes(n: int) -> Iterable[int]:
