@@ -22,18 +22,21 @@ from tools.compare_training import (
 MODELS = Path(__file__).parent.parent / "models"
 
 
-def compiled(name: str) -> CompiledPlan:
+def compiled(name: str, *choices: str) -> CompiledPlan:
     """The plan of a model for two ranks, shown to be exact for every pattern."""
-    return check_exactness(
-        compile_model(MODELS / f"{name}.py", CompileOptions(cluster="local:2", global_batch=12)),
-        required=True,
-    )
+    options = CompileOptions(cluster="local:2", global_batch=12, set=choices)
+    return check_exactness(compile_model(MODELS / f"{name}.py", options), required=True)
 
 
 def test_packed_images_in_a_nested_batch_are_exact() -> None:
     plan = compiled("packed_images").plan
     assert {s.name: s.mode for s in plan.sections} == {"vision": "train", "text": "train"}
     assert {i.key for i in plan.inputs if i.optional} == {"images.patches", "images.image", "images.places"}
+
+
+def test_models_with_nested_batches_take_tp() -> None:
+    degrees = {s.name: s.mesh.tp for s in compiled("packed_images", "text.tp=2").plan.sections}
+    assert degrees == {"vision": 1, "text": 2}
 
 
 def test_documents_of_a_row_are_told_apart_by_one_hot_codes() -> None:

@@ -27,6 +27,7 @@ from secc.cost.counting.meta_run import ValuelessTensors, run_on_meta
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.tp_search.find_mapping import ModuleCall
 from secc.ir.dialect.ops import CallOp, GraphOp
+from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.training.widened_floats import widen_batch, widened_floats
 
@@ -49,7 +50,7 @@ class CallCollector:
                 self._watch_modules(stack, model, self.modules)
                 stack.enter_context(widened_floats(model, torch.float32))
                 batch = min(map(user.collate, survey.compose_batches(pattern)), key=_batch_entries)
-                model(**widen_batch(batch, torch.float32))
+                model(**unflatten_batch(widen_batch(batch, torch.float32)))
 
     def run_blocks_on_meta(
         self, graph: GraphOp, model: nn.Module, samples: CollatedSamples = NO_SAMPLES
