@@ -226,7 +226,7 @@ def image_shape(config: Any) -> tuple[int, int, int]:
 
 def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Recipe]:
     """Inputs without labels, by forward's parameters: text, boxes of words, images, clips, sounds."""
-    channels, height, width = image_shape(config)
+    channels, height, _ = image_shape(config)
     masked = {"input_ids": "attention_mask"} if "attention_mask" in names else {}
     if "input_ids" in names and "pixel_values" not in names and "input_features" not in names:
         for lengths, end in (((5, 18), []), (FIXED, []), ((5, 18), [END])):
@@ -254,15 +254,17 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
     if "input_ids" in names and ("pixel_values" in names or "image" in names):
         key = "pixel_values" if "pixel_values" in names else "image"
 
-        def pair(g: torch.Generator) -> Sample:
-            ids = words(g)
-            sample = {"input_ids": ids, key: noise(g, channels, height, width)}
-            if "bbox" in names:
-                corners = torch.randint(0, 50, (len(ids), 2), generator=g)
-                sample["bbox"] = torch.cat([corners, corners + 20], 1)
-            return sample
+        for size in dict.fromkeys((height, 64)):
 
-        yield Recipe("text and image", pair, Batching({"input_ids": 0, "bbox": 0}, masks=masked))
+            def pair(g: torch.Generator, size: int = size) -> Sample:
+                ids = words(g)
+                sample = {"input_ids": ids, key: noise(g, channels, size, size)}
+                if "bbox" in names:
+                    corners = torch.randint(0, 50, (len(ids), 2), generator=g)
+                    sample["bbox"] = torch.cat([corners, corners + 20], 1)
+                return sample
+
+            yield Recipe("text and image", pair, Batching({"input_ids": 0, "bbox": 0}, masks=masked))
         return
     yield from _patches_with_grids(names, config)
     for size in dict.fromkeys((height, 32, 64, 224)):

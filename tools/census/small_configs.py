@@ -80,7 +80,15 @@ _SPECIAL_TOKEN = re.compile(r"_(token_id|token_index)$")
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+# In place of a backbone of timm, which is loaded by its name.
+_RESNET = T.ResNetConfig(embedding_size=16, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1])
+_RESNET.out_features = ["stage2", "stage3", "stage4"]  # type: ignore[attr-defined]
+
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    **{
+        t: {"backbone_config": _RESNET, "use_timm_backbone": False, "use_pretrained_backbone": False}
+        for t in ("detr", "conditional_detr", "dab-detr", "deformable_detr", "table-transformer")
+    },
     **{f"{t}_text": {"rope_parameters": _MROPE} for t in ("glm4v", "glm_ocr", "qwen2_vl", "qwen2_5_vl")},
     "glm4v_moe_text": {"rope_parameters": _MROPE | {"mrope_section": [2, 0, 0]}},
     "paddleocr_vl_text": {"rope_parameters": _MROPE},
