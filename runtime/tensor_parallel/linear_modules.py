@@ -53,7 +53,10 @@ class LinearModule:
 
 
 def as_linear(module: nn.Module) -> LinearModule | None:
-    """Returns `module` as a linear map, or None if it is not one."""
+    """Returns `module` as a linear map, or None if it is not one; one that computes its weight or bias from
+    others (weight norm) is not."""
+    if not _holds_tensors(module):
+        return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return LinearModule(module, 0, "out_features", "in_features")
     kind = type(module)
@@ -66,10 +69,17 @@ def as_linear(module: nn.Module) -> LinearModule | None:
     return None
 
 
+def _holds_tensors(module: nn.Module) -> bool:
+    """Whether a module's weight is a parameter, and its bias, if any, too."""
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    return isinstance(weight, nn.Parameter) and (bias is None or isinstance(bias, nn.Parameter))
+
+
 def as_embedding(module: nn.Module) -> nn.Embedding | None:
     """Returns `module` as an embedding with rows that can be cut, or None."""
     if (
         not isinstance(module, nn.Embedding)
+        or not _holds_tensors(module)
         or module.max_norm is not None
         or module.scale_grad_by_freq
         or module.sparse
