@@ -37,7 +37,6 @@ from secc.alloc.problem.whole_batch import pin_whole_batches
 from secc.alloc.refine import prefetch_memory
 from secc.alloc.refine.dealt_sections import deal_where_shorter
 from secc.alloc.refine.in_flight_limits import in_flight_limit, undivided_limit
-from secc.alloc.refine.interleaved_sections import interleave_where_shorter
 from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory
@@ -110,11 +109,9 @@ class Allocate(ModulePass):
         solved = self.solve_closed_form(graph)
         won = self.refine_solution(solved)
         ranks = assign_ranks(solved.problem, won.assignment)
-        for choose in (deal_where_shorter, interleave_where_shorter):
-            evaluator = PlanEvaluator(solved.work, solved.problem, solved.run_ahead)
-            problem, won = choose(evaluator, won, ranks, solved.pins, MULTI_RANK_MARGIN)
-            solved = replace(solved, problem=problem)
-        _write_allocation(graph, solved, won)
+        evaluator = PlanEvaluator(solved.work, solved.problem, solved.run_ahead)
+        problem, won = deal_where_shorter(evaluator, won, ranks, solved.pins, MULTI_RANK_MARGIN)
+        _write_allocation(graph, replace(solved, problem=problem), won)
 
     def solve_closed_form(self, graph: GraphOp) -> SolvedAllocation:
         """The best plan by closed forms. Raises UserError where nothing fits, and for options that are not
