@@ -268,8 +268,10 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
 
 
 def refuse_small_batches(compiled: CompiledPlan, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Raises UserError if plain PyTorch fails for one of these samples alone."""
+    """Raises UserError if plain PyTorch computes these samples together and fails for one of them alone."""
     assert compiled.model is not None
+    if find_eager_failure(compiled.user, compiled.model, [dict(s) for s in samples]) is not None:
+        return  # the error at hand says more
     for sample in samples:
         failure = find_eager_failure(compiled.user, compiled.model, [dict(sample)])
         if failure is not None:

@@ -24,7 +24,7 @@ def user(request: pytest.FixtureRequest) -> UserModel:
 
 
 def test_all_are_found() -> None:
-    assert len(FILES) == 18
+    assert len(FILES) == 19
 
 
 def test_sizes_are_told_without_loading(user: UserModel) -> None:
