@@ -165,10 +165,15 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
         f"the loss is off by {d.loss:.3g} and the gradient of {d.worst} by {d.gradient:.3g} tolerances"
         f"{where}"
     )
+    example = (
+        f" (such as code under `if {inexact.pattern[0]} is not None` that changes samples without it, too)"
+        if inexact.pattern
+        else ""
+    )
     remedy = (
-        "the model couples samples in a way that capture did not see, or keeps something from one call of a "
-        "module to the next (a counter, a buffer); --whole-batch BLOCK computes such a block exactly; else "
-        "train it with --max-sections 1 on one rank, and report it"
+        f"the model couples samples in a way that capture did not see{example}, or keeps something from one "
+        "call of a module to the next (a counter, a buffer); --whole-batch BLOCK computes such a block "
+        "exactly; else train it with --max-sections 1 on one rank, and report it"
     )
     if compiled.plan.draws:
         first = compiled.plan.draws[0]
