@@ -239,7 +239,7 @@ class TorchLayer(nn.Module):
 
 
 class RowsFirst(nn.Module):
-    """torch's own decoder layer, whose tensors are [rows, samples, width]."""
+    """torch's own decoder layer on tensors of [rows, samples, width]."""
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ class RootMean(nn.Module):
 
 
 class Shifted(nn.Module):
-    """A norm whose argument is used elsewhere, too: the sum must exist before it."""
+    """A norm of a sum that is used elsewhere, too: the sum must exist before the norm."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pipelines whose ranks hold several chunks of layers: their plans, programs and times."""
+"""Pipelines with several chunks of layers on each rank: their plans, programs and times."""
 
 from __future__ import annotations
 
