@@ -25,6 +25,7 @@ from secc.ir.dialect.ops import (
     GraphOp,
     GuardOp,
     LeafOp,
+    PlacedRowsOp,
     ReturnOp,
     TransferOp,
     graph_of,
@@ -39,6 +40,7 @@ from secc.passes.lowering.section_bodies import (
     extract_coefficient_ops,
     extract_guard_ops,
     extract_leaf_ops,
+    extract_placed_rows_ops,
     extract_section_ops,
     guards_before_section,
     make_body,
@@ -66,6 +68,7 @@ class Lower(ModulePass):
         ):
             _lower_leaf(graph, leaf)
         _lower_coefficients(graph)
+        _lower_placed_rows(graph)
         for case in graph.cases:
             case.detach()
             case.erase()
@@ -183,6 +186,21 @@ def _lower_coefficients(graph: GraphOp) -> None:
         )
         ops = extract_coefficient_ops(by_pattern[_case_pattern(found.path.case)])
         _append_body(graph, names[-1], TERMS_SECTION, found, ops)
+
+
+def _lower_placed_rows(graph: GraphOp) -> None:
+    """One body for each condition on a sample's numbers of rows; cases that have the same share it."""
+    known = set[str]()
+    for case in graph.cases:
+        for op in (o for o in case.ops if isinstance(o, PlacedRowsOp)):
+            text = canonical_text(extract_placed_rows_ops(case, op))
+            if text not in known:
+                name = f"placed_rows_{len(known)}"
+                known.add(text)
+                body = make_body(
+                    name, TERMS_SECTION, strings_of(case.when), extract_placed_rows_ops(case, op)
+                )
+                graph.body.block.add_op(body)
 
 
 def _append_body(

@@ -49,6 +49,7 @@ from secc.passes.loss.logged_scalars import LOGGED_PREFIX, find_logged, find_out
 from secc.passes.loss.loss_context import LossContext
 from secc.passes.loss.loss_walk import ops_behind, walk_loss
 from secc.passes.loss.numerators import SAMPLE_COUNT_SYMBOL, Share, as_scalar, make_numerator
+from secc.passes.loss.placed_rows import find_placed_rows
 from secc.passes.loss.term_names import (
     CONSTANT_TERM,
     StructureDigests,
@@ -248,7 +249,8 @@ def _rewrite_case(
 ) -> dict[str, str]:
     """Put sec.term ops in the place of the loss; the coefficient of each term as a text. keys: identities of
     the case's parts. shares: of parts that count once, what they are divided by."""
-    shop, terms, written = found.context.pending, list[Operation](), dict[str, str]()
+    shop, written = found.context.pending, dict[str, str]()
+    terms: list[Operation] = [*find_placed_rows(found.context)]
     leaves: dict[str, SSAValue] = {}
     current = ""
 

@@ -19,6 +19,7 @@ from secc.ir.dialect.ops import (
     CaseOp,
     GuardOp,
     LeafOp,
+    PlacedRowsOp,
     ReceiveOp,
     SendOp,
     SizeOp,
@@ -94,6 +95,11 @@ def extract_coefficient_ops(cases: Sequence[CaseOp]) -> list[Operation]:
 def extract_guard_ops(case: CaseOp, guard: GuardOp) -> list[Operation]:
     """The ops that compute the value of a guard."""
     return _clone_needed(case, [producer_of(guard.value)])
+
+
+def extract_placed_rows_ops(case: CaseOp, count: PlacedRowsOp) -> list[Operation]:
+    """A condition on a sample's numbers of rows, and the ops that it needs."""
+    return _clone_needed(case, [count])
 
 
 def guards_before_section(case: CaseOp, section: str) -> list[GuardOp]:

@@ -40,6 +40,7 @@ from secc.runtime.data.mixed_order import MixedOrder, make_sample_order
 from secc.runtime.data.sample_loader import BatchRequest, MetadataRequest, MetadataRows, SampleLoader
 from secc.runtime.data.sample_metadata import (
     BatchSumFunction,
+    PlacedRows,
     RecordCodec,
     SampleRecord,
     SkippedSample,
@@ -107,7 +108,8 @@ class BadSampleError(UserError):
 class DataPlane:
     """Provides the global batches of one rank in order, from step `start` on.
 
-    - `leaves`: the plan's functions for batch-wide sums, by name; `drawn`: those that need random numbers.
+    - `leaves`: the plan's functions for batch-wide sums, by name; `drawn`: those that need random numbers;
+      `placed_rows`: what each sample's numbers of rows must be equal to.
     - `shuffle`, `epochs` (None: endless), `seed`: which samples make up a batch.
     - `skip_bad`: leave out samples that do not load, and name them on stderr.
     - `workers`: 0 loads in this process, 1 in a background process; more load samples in that many processes
@@ -133,6 +135,7 @@ class DataPlane:
         *,
         leaves: Mapping[str, BatchSumFunction],
         drawn: DrawnSums | None = None,
+        placed_rows: Sequence[PlacedRows] = (),
         shuffle: bool = False,
         epochs: int | None = None,
         skip_bad: bool = False,
@@ -160,7 +163,7 @@ class DataPlane:
         self._has_streams = isinstance(self.epochs, MixedOrder) and self.epochs.has_streams
         self._positions: dict[int, Mapping[str, Any]] = {} if resumed is None else {start: resumed}
         self.minimum_widths: dict[str, int] = {}  # by symbol, if micro-batches are padded to common widths
-        self._codec, self._drawn = RecordCodec(plan, leaves, user.sample_name), drawn
+        self._codec, self._drawn = RecordCodec(plan, leaves, user.sample_name, placed_rows), drawn
         self._shares = _LoadShares(self.epochs, world_size, user, plan, order)
         fetchers = SampleWorkers(user, seed, workers) if workers > 1 else None
         pool = (

@@ -23,6 +23,9 @@ from secc.runtime.plan.schema import Input, Plan
 from secc.runtime.plan.step_program import SampleMeta
 
 BatchSumFunction = Callable[[Mapping[str, Any]], Any]
+# An op that puts rows in the places of a mask, its source line, and a function that counts places and rows of
+# a sample, given its batch and its sizes.
+PlacedRows = tuple[str, str, Callable[[Mapping[str, Any], Mapping[str, int]], tuple[int, int]]]
 PATTERN_BITS_PER_WORD = 62
 IGNORED_LABEL = -100  # PyTorch's default ignore_index
 RECOMPILE_REMEDY = "compile the model again, so that the plan knows such samples"
@@ -52,8 +55,10 @@ class RecordCodec:
         plan: Plan,
         leaves: Mapping[str, BatchSumFunction],
         sample_name: Callable[[int], str] = "dataset()[{}]".format,
+        placed_rows: Sequence[PlacedRows] = (),
     ) -> None:
         self.plan, self.sum_functions, self._sample_name = plan, dict(leaves), sample_name
+        self._placed_rows = placed_rows
         self._inputs = {i.key: i for i in plan.inputs}
         self._optional = sorted(i.key for i in plan.inputs if i.optional)
         self._pattern_words = -(-len(self._optional) // PATTERN_BITS_PER_WORD)
@@ -66,6 +71,7 @@ class RecordCodec:
         sizes = read_symbol_sizes(batch, self.plan.symbols)
         self._compare_shapes(index, batch, sizes)
         self._compare_rows(index, sizes)
+        check_placed_rows(self._placed_rows, self._sample_name(index), batch, sizes)
         pattern = frozenset(key for key in self._optional if key in batch)
         with torch.no_grad():
             leaves = compute_batch_sums(self.sum_functions, batch)
@@ -165,6 +171,31 @@ class RecordCodec:
                 raise UserError(
                     message, remedy="pad each sample to a multiple, or compile with --max-sections 1"
                 )
+
+
+def find_placed_rows(terms: Any) -> Sequence[PlacedRows]:
+    """Return the conditions on numbers of rows of a plan's module `sections/terms.py`."""
+    return getattr(terms, "PLACED_ROWS", ())
+
+
+def check_placed_rows(
+    placed_rows: Sequence[PlacedRows], sample: str, batch: Mapping[str, Any], sizes: Mapping[str, int]
+) -> None:
+    """Raise UserError if a sample has another number of places than of rows for them: in a batch, its rows or
+    those of samples behind it would get places of other samples. `batch` is the sample collated alone."""
+    for op, where, count in placed_rows:
+        try:
+            places, rows = count(batch, sizes)
+        except KeyError:  # the sample lacks the input that the mask is made from
+            continue
+        if places != rows:
+            name = op.removeprefix("aten.").partition(".")[0]
+            raise UserError(
+                f"{sample}: the mask of {name} has {places} places for the sample's {rows} rows, so that"
+                " samples of a batch would get rows of others",
+                where,
+                "let each sample have as many places (such as tokens that stand for an image) as rows",
+            )
 
 
 def _input_mismatch_error(sample: str, expected: Input, value: Any) -> UserError:

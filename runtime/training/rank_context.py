@@ -27,6 +27,7 @@ from secc.runtime.data.data_plane import DataPlane
 from secc.runtime.data.drawn_sums import find_drawn_sums
 from secc.runtime.data.epoch_order import EvaluationOrder, repeated_samples_text
 from secc.runtime.data.mixed_order import make_sample_order
+from secc.runtime.data.sample_metadata import find_placed_rows
 from secc.runtime.errors import RunComplete, UserError, printable_text
 from secc.runtime.host.child_processes import keep_freed_memory
 from secc.runtime.host.cpu_cores import available_cores
@@ -263,6 +264,7 @@ class RankContext(ExitStack):
             self.world_size,
             self.seed,
             leaves=self.terms.LEAVES,
+            placed_rows=find_placed_rows(self.terms),
             drawn=find_drawn_sums(self.terms, self.plan, lambda step: derive_item_seed(self.seed, -1, step)),
             shuffle=self.shuffle,
             epochs=self.options.epochs,
@@ -288,6 +290,7 @@ class RankContext(ExitStack):
                 self.world_size,
                 self.seed,
                 leaves=self.terms.LEAVES,
+                placed_rows=find_placed_rows(self.terms),
                 drawn=find_drawn_sums(
                     self.terms, self.plan, lambda _: derive_item_seed(self.seed, -2, 0), evaluates=True
                 ),

@@ -31,6 +31,7 @@ from secc.ir.dialect.ops import (
     LeafOp,
     OutputOp,
     ParamOp,
+    PlacedRowsOp,
     ReceiveOp,
     SendOp,
     SizeOp,
@@ -102,6 +103,8 @@ class BodyPrinter:
                 )
             elif isinstance(op, SizeOp):
                 used |= size_expr.symbol_names(size_expr.parse_expr(op.value.data))
+            elif isinstance(op, PlacedRowsOp):
+                used |= size_expr.symbol_names(size_expr.parse_expr(op.rows.data))
         return [name for name in self.graph.symbols if name in used]
 
     def _symbol_source(self, name: str) -> str:
@@ -145,7 +148,7 @@ class BodyPrinter:
                 return self._print_call(op)
             case GlueOp():
                 return [self._print_glue(op)]
-            case SendOp() | TermOp() | OutputOp() | GuardOp() | LeafOp():
+            case SendOp() | TermOp() | OutputOp() | GuardOp() | LeafOp() | PlacedRowsOp():
                 return []
             case _:
                 raise ValueError(f"codegen cannot print {op.name}")

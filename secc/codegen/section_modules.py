@@ -24,6 +24,7 @@ from secc.ir.dialect.ops import (
     GuardOp,
     LeafOp,
     OutputOp,
+    PlacedRowsOp,
     ReceiveOp,
     SectionOp,
     SendOp,
@@ -32,6 +33,7 @@ from secc.ir.dialect.ops import (
     strings_of,
 )
 from secc.ir.dialect.readable_names import BUFFER_CONSTANT_PREFIX
+from secc.ir.text_io.verifier import source_line
 from secc.runtime.plan.schema import OUTPUT_PREFIX
 from secc.runtime.sections.base import SectionModule
 
@@ -61,6 +63,19 @@ class GuardMethod:
     value: str
     equals: str
     place: str
+
+
+@dataclass(frozen=True)
+class PlacedRowsMethod:
+    """A function that counts the places of a mask in a sample and the rows for them: its name, its lines,
+    what it returns as Python expressions, and the op that puts the rows there with its source line."""
+
+    name: str
+    lines: list[str]
+    places: str
+    rows: str
+    what: str
+    where: str
 
 
 @dataclass(frozen=True)
@@ -190,6 +205,7 @@ def render_terms_module(graph: GraphOp) -> str:
     leaves: dict[str, SectionMethod] = {}
     drawn: dict[str, SectionMethod] = {}
     coefficients: list[tuple[tuple[str, ...], SectionMethod]] = []
+    placed_rows: list[PlacedRowsMethod] = []
     scope = NameScope()
     for body in bodies_of(graph, TERMS_SECTION):
         ops = list(body.body.block.ops)
@@ -199,6 +215,7 @@ def render_terms_module(graph: GraphOp) -> str:
                 needed = ops_for_values(ops, [leaf.value])
                 kind = drawn if any(is_random_op(op) for op in needed) else leaves
                 kind[leaf.sym.data] = _leaf_method(graph, needed, leaf, name)
+        placed_rows += [_placed_rows_method(graph, ops, op) for op in ops if isinstance(op, PlacedRowsOp)]
         if any(isinstance(op, TermOp) for op in ops):
             printer = BodyPrinter(graph, {}, terms=True, whole_batch=True)
             lines = printer.print_lines(ops)
@@ -211,6 +228,7 @@ def render_terms_module(graph: GraphOp) -> str:
         leaves=leaves,
         drawn_leaves=drawn,
         coefficients=coefficients,
+        placed_rows=placed_rows,
         methods=methods,
         constant=_loss_constant(graph),
         buffers=[key for key in constants_of(graph, TERMS_SECTION) if key.startswith(BUFFER_CONSTANT_PREFIX)],
@@ -229,6 +247,16 @@ def _leaf_method(graph: GraphOp, ops: Sequence[Operation], leaf: LeafOp, name: s
     printer = BodyPrinter(graph, {}, terms=True)
     lines = printer.print_lines(ops)
     return SectionMethod(name, lines, {}, {leaf.sym.data: printer.name_of(leaf.value)}, ())
+
+
+def _placed_rows_method(graph: GraphOp, ops: Sequence[Operation], count: PlacedRowsOp) -> PlacedRowsMethod:
+    printer = BodyPrinter(graph, {}, terms=True, whole_batch=True)
+    lines = printer.print_lines(ops)
+    body = count.parent_op()
+    assert isinstance(body, BodyOp)
+    places, *selected = (f"int({printer.name_of(value)})" for value in count.operands)
+    rows = " * ".join([f"({count.rows.data})", *selected])
+    return PlacedRowsMethod(body.sym.data, lines, places, rows, count.what.data, source_line(count))
 
 
 def _loss_constant(graph: GraphOp) -> str:

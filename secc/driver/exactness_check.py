@@ -24,8 +24,12 @@ from secc.frontend.capture.batch_decisions import BatchDecisions
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
 from secc.frontend.dataset.padding_policy import WidthsReason
 from secc.frontend.tp_search.token_mixing import find_token_mixing
+from secc.ir.dialect.ops import PlacedRowsOp
+from secc.runtime.data.sample_metadata import check_placed_rows, find_placed_rows
 from secc.runtime.model.source_lines import error_source_line
+from secc.runtime.plan.batch_sizes import read_symbol_sizes
 from secc.runtime.plan.unsplit_reason import TOKEN_MIXING_REMEDY
+from secc.runtime.sections.base import load_plan_module
 from secc.runtime.training.eager_reference import FLOAT32_TOLERANCES, LossAndGradients, compare_results
 from secc.runtime.training.evaluation import eval_mode
 from secc.runtime.training.evaluation_data import evaluation_plan
@@ -76,6 +80,7 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
         return _add_checks(
             compiled, {"reason": "not compared with the eager model, which is too large to be built here"}
         )
+    _check_drawn_rows(compiled)
     try:
         patterns = compare_patterns(compiled, compiled.model)
         for pattern in patterns:
@@ -87,6 +92,20 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
     if compiled.user.defines("eval_dataset") and (reason := _why_not_evaluable(compiled, compiled.model)):
         checks["evaluation"] = reason
     return _add_checks(compiled, checks)
+
+
+def _check_drawn_rows(compiled: CompiledPlan) -> None:
+    """Raises UserError for a drawn sample with another number of places than of rows for them."""
+    if not any(isinstance(op, PlacedRowsOp) for op in compiled.module.walk()):
+        return
+    with tempfile.TemporaryDirectory() as name:
+        compiled.write_sections(Path(name) / "plan")
+        placed = find_placed_rows(load_plan_module(Path(name) / "plan" / "sections" / "terms.py"))
+    for drawn in compiled.survey.drawn_samples:
+        if drawn.sample is not None:
+            batch = compiled.user.collate([drawn.sample])
+            sizes = read_symbol_sizes(batch, compiled.plan.symbols)
+            check_placed_rows(placed, compiled.user.sample_name(drawn.index), batch, sizes)
 
 
 def _why_not_evaluable(compiled: CompiledPlan, model: nn.Module) -> str:

@@ -465,6 +465,20 @@ class LeafOp(LineOp):
 
 
 @irdl_op_definition
+class PlacedRowsOp(LineOp):
+    """A condition on every sample alone: a mask has as many places, a scalar of inputs, as the sample has
+    rows for them. `rows` is an expression over sizes, times the second operand if there is one, a scalar of
+    inputs. `what` is the op that puts the rows in their places."""
+
+    name = "sec.placed_rows"
+    what, rows = prop_def(StringAttr), prop_def(StringAttr)
+    counts = var_operand_def(TensorType)
+    where = opt_prop_def(StringAttr)
+    HEADLINE: ClassVar[str | None] = "what"
+    KEYWORDS: ClassVar[Keywords] = (("rows", "rows", TEXT_KIND), _AT_SOURCE_LINE)
+
+
+@irdl_op_definition
 class TermOp(LineOp):
     """A term of the loss: operands are the numerator (additive over samples) and its coefficient (over leaves
     and sizes).
@@ -605,6 +619,7 @@ SecDialect = Dialect(
         GlueOp,
         GuardOp,
         LeafOp,
+        PlacedRowsOp,
         TermOp,
         OutputOp,
         TransferOp,
