@@ -1,5 +1,4 @@
-"""Ops that put rows of samples in places that a mask gives, in the order of the batch, or that select rows by
-a mask.
+"""Ops that put rows of samples in places that a mask gives, in the order of the batch.
 
 Captures show such a number of rows as an expression of sizes, because it was equal for all samples that were
 drawn. A later sample with fewer places than rows moves the rows of all samples behind it, and
@@ -23,7 +22,9 @@ from secc.passes.loss.loss_walk import ops_behind
 
 _SCATTERS = frozenset({"masked_scatter", "masked_scatter_"})
 _PUTS = frozenset({"index_put", "index_put_", "_unsafe_index_put"})
-_SELECTIONS = frozenset({"index", "masked_select", "nonzero"})
+_SELECTIONS = frozenset(
+    {"index", "masked_select", "nonzero"}
+)  # by values: captures need not show their sizes
 _SAME_ENTRIES = frozenset({
     "expand", "reshape", "view", "_unsafe_view", "_to_copy", "clone", "contiguous", "alias", "repeat",
     "unsqueeze", "squeeze", "flatten", "expand_copy", "view_copy",
@@ -40,41 +41,30 @@ def find_placed_rows(ctx: LossContext) -> list[PlacedRowsOp]:
     for op in ctx.case.ops:
         if op not in needed or not isinstance(op, GlueOp) or recorded_label(op) is not None:
             continue
-        if (pair := _places_and_rows(ctx, op)) is None:
+        if (placed := _places_and_rows(ctx, op)) is None:
             continue
-        mask, rows = pair
+        mask, source, rows = placed
         if not ctx.is_input_only(mask) or _is_rerecorded(mask):
             continue
         mask, per_row = _drop_expansions(mask)
         key, rows = (mask, str(rows)), rows / per_row
-        if key not in found and (count := _make_count(ctx, op, mask, rows)) is not None:
+        if key not in found and (count := _make_count(ctx, op, mask, source, rows)) is not None:
             found[key] = count
     return list(found.values())
 
 
-def _places_and_rows(ctx: LossContext, op: GlueOp) -> tuple[SSAValue, Expr] | None:
-    """The mask of an op, and the number of its true entries if all rows find their places. None for other
-    ops, and for rows that are equal for all samples."""
-    name, type = op.base_name, tensor_type(op.operands[0]) if op.operands else None
-    if type is None:
+def _places_and_rows(ctx: LossContext, op: GlueOp) -> tuple[SSAValue, SSAValue, Expr] | None:
+    """The mask of an op, what is put in its places, and the number of places if all of it finds one. None for
+    other ops, and for rows that are equal for all samples."""
+    if len(op.operands) != 3:
         return None
-    if name in _SCATTERS and len(op.operands) == 3:
-        given, mask, source = op.operands
-        if _is_shared(ctx, source):
-            return None
-        spread = sympy.Mul(*tensor_type(given).shape) / sympy.Mul(*tensor_type(mask).shape)
-        return mask, sympy.Mul(*tensor_type(source).shape) / spread
-    masks = [o for o in op.operands[1:] if tensor_type(o).dtype.data == "bool"]
-    if name in _PUTS and len(masks) == 1 and len(op.operands) == 3:
-        values, rank = tensor_type(op.operands[2]), len(tensor_type(masks[0]).dims)
-        whole = len(values.dims) == 1 + len(type.dims) - rank
-        return (masks[0], values.shape[0]) if whole and values.shape[0] != 1 else None
-    if name in _SELECTIONS and type.dtype.data == "bool" and name == "nonzero":
-        return op.operands[0], tensor_type(op.results[0]).shape[0]
-    if name in _SELECTIONS and len(masks) == 1 and len(op.operands) == 2:
-        arguments = op.arguments.get(1, "indices", None) if name == "index" else None
-        before = next((i for i, a in enumerate(arguments or []) if a is not None), 0)
-        return masks[0], tensor_type(op.results[0]).shape[before]
+    given, mask, source = op.operands
+    shape, places, rows = (tensor_type(o).shape for o in op.operands)
+    if op.base_name in _SCATTERS and not _is_shared(ctx, source):
+        return mask, source, sympy.Mul(*rows) / (sympy.Mul(*shape) / sympy.Mul(*places))
+    by_mask = op.base_name in _PUTS and tensor_type(mask).dtype.data == "bool"
+    if by_mask and len(rows) == 1 + len(tensor_type(given).dims) - len(places) and rows[0] != 1:
+        return mask, source, rows[0]
     return None
 
 
@@ -104,25 +94,32 @@ def _drop_expansions(mask: SSAValue) -> tuple[SSAValue, Expr]:
     return mask, repeated
 
 
-def _make_count(ctx: LossContext, op: Computation, mask: SSAValue, rows: Expr) -> PlacedRowsOp | None:
+def _make_count(
+    ctx: LossContext, op: Computation, mask: SSAValue, source: SSAValue, rows: Expr
+) -> PlacedRowsOp | None:
     """The condition that a mask has as many places as `rows` says. None where rows do not add up over
-    samples: if a width decides their number, the mask was true everywhere, which a guard holds."""
+    samples, and where it is not known how many there are."""
+    counts = [ctx.pending.make_glue(op, "aten.sum.default", [mask], "$0", COUNT_TYPE)]
     names = sorted(str(s) for s in rows.free_symbols)
     if len(names) != 1 or names[0] not in ctx.sample_symbols:
         return None
-    symbol = size_symbol(names[0])
-    if (rows / symbol).free_symbols:
-        return None
-    counts = [ctx.pending.make_glue(op, "aten.sum.default", [mask], "$0", COUNT_TYPE)]
+    size: Expr = size_symbol(names[0])
     if names[0] in ctx.data_symbols:
         try:
-            selected = ctx.selected_row_count(names[0])
+            counts.append(ctx.selected_row_count(names[0]))
         except UserError:
             return None
-        if not ctx.is_input_only(selected) or _is_rerecorded(selected) or _counts_mask(selected, mask):
+    elif (selected := _find_selection(source)) is not None:
+        size, chosen = selected
+        counts.append(ctx.pending.make_glue(op, "aten.sum.default", [chosen], "$0", COUNT_TYPE))
+    elif any(isinstance(o, GlueOp) and o.base_name in _SELECTIONS for o in ops_behind(source)):
+        return None
+    if (rows / size).free_symbols:
+        return None
+    if len(counts) == 2:
+        if not ctx.is_input_only(counts[1]) or _is_rerecorded(counts[1]) or _counts_mask(counts[1], mask):
             return None
-        counts.append(selected)
-        rows = rows / symbol
+        rows = rows / size
     inherited = {k: v for k, v in op.properties.items() if k == "where"}
     return ctx.pending.add_op(
         PlacedRowsOp.create(
@@ -130,6 +127,18 @@ def _make_count(ctx: LossContext, op: Computation, mask: SSAValue, rows: Expr) -
             properties={"what": StringAttr(op.callee), "rows": StringAttr(format_expr(rows))} | inherited,
         )
     )
+
+
+def _find_selection(source: SSAValue) -> tuple[Expr, SSAValue] | None:
+    """The number of rows that a mask has selected from something, as captures show it, and the mask; None
+    where `source` is something else."""
+    while isinstance(op := source.owner, GlueOp) and op.base_name in _SAME_ENTRIES:
+        source = op.operands[0]
+    if not isinstance(op, GlueOp) or op.base_name != "index" or len(op.operands) != 2:
+        return None
+    mask = op.operands[1]
+    before = next((i for i, a in enumerate(op.arguments.get(1, "indices", [])) if a is not None), 0)
+    return (tensor_type(source).shape[before], mask) if tensor_type(mask).dtype.data == "bool" else None
 
 
 def _counts_mask(count: SSAValue, mask: SSAValue) -> bool:
