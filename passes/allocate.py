@@ -28,7 +28,7 @@ from secc.alloc.problem.candidates import (
     Workload,
     build_workload,
     micro_batch_time_expressions,
-    undivided_cost,
+    subgroup_costs,
 )
 from secc.alloc.problem.closed_form import PlanValue, evaluate_assignment
 from secc.alloc.problem.pins import Pins
@@ -36,7 +36,7 @@ from secc.alloc.problem.types import STRATEGIES, Assignment, Candidate, Problem,
 from secc.alloc.problem.whole_batch import pin_whole_batches
 from secc.alloc.refine import prefetch_memory
 from secc.alloc.refine.dealt_sections import deal_where_shorter
-from secc.alloc.refine.in_flight_limits import in_flight_limit, undivided_limit
+from secc.alloc.refine.in_flight_limits import in_flight_limit, subgroup_limit
 from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory
@@ -45,7 +45,7 @@ from secc.cost.model.step_overheads import cluster_with_overheads
 from secc.errors import UserError
 from secc.ir.analysis.token_count import token_count
 from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_section
-from secc.ir.dialect.ops import GraphOp, graph_of
+from secc.ir.dialect.ops import GraphOp, graph_of, strings_attr
 from secc.ir.dialect.python_attributes import float_attr, int_attr, int_list_attr
 from secc.passes.annotate_costs import write_section_cost
 
@@ -278,8 +278,8 @@ def _write_allocation(graph: GraphOp, solved: SolvedAllocation, won: RefinedPlan
             "room_bytes": int_attr(held.size_bytes),
         }
         if chosen[name].cp_per == "micro_batch":
-            limit = undivided_limit(work, asked, solution.assignment, value, name, results.get(group, 0))
-            _write_undivided_cost(own, load, chosen[name], limit)
+            limit = subgroup_limit(work, asked, solution.assignment, value, name, results.get(group, 0))
+            _write_subgroup_costs(own, load, chosen[name], limit)
     if kept:
         graph.attributes["run_ahead_gib"] = float_attr(kept / GIB)
     label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"
@@ -309,15 +309,16 @@ def _write_allocation(graph: GraphOp, solved: SolvedAllocation, won: RefinedPlan
     }
 
 
-def _write_undivided_cost(work: Workload, load: SectionLoad, chosen: Candidate, limit: int) -> None:
-    """What samples cost that one rank of cp computes whole, in at most `limit` bytes."""
-    cost = undivided_cost(work, load, chosen)
+def _write_subgroup_costs(work: Workload, load: SectionLoad, chosen: Candidate, limit: int) -> None:
+    """What samples cost that some ranks of cp compute without the others, each in at most `limit` bytes."""
+    subgroups = subgroup_costs(work, load, chosen)
     load.section.attributes |= {
         "cp_per": StringAttr(chosen.cp_per),
-        "undivided_forward_ns": StringAttr(cost.forward_ns),
-        "undivided_backward_ns": StringAttr(cost.backward_ns),
-        "undivided_saved": StringAttr(cost.saved),
-        "undivided_bytes": int_attr(limit),
+        "subgroup_ranks": int_list_attr(s.ranks for s in subgroups),
+        "subgroup_forward_ns": strings_attr(s.cost.forward_ns for s in subgroups),
+        "subgroup_backward_ns": strings_attr(s.cost.backward_ns for s in subgroups),
+        "subgroup_saved": strings_attr(s.cost.saved for s in subgroups),
+        "subgroup_bytes": int_attr(limit),
     }
 
 

@@ -11,6 +11,9 @@ global batches of the workload's dataset. Nothing runs on a GPU.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from secc.api.simulation import simulate_plan
@@ -27,17 +30,18 @@ COLUMNS = (
     "workload",
     "sections with cp",
     "step, one cp, s",
-    "step, cp per micro-batch, s",
+    "1 or all ranks, s",
+    "any degree, s",
     "ratio",
-    "samples computed whole",
+    "samples by degree",
     "GiB",
-    "GiB, cp per micro-batch",
+    "GiB, any degree",
 )
 ABOUT = (
     f"Simulated steps of the same layouts, mean of {STEPS} global batches of each workload; times are those "
-    "of the cost model, nothing has been timed on a GPU. ratio: of the two steps. samples computed whole: "
-    "share of the samples of sections with cp that one rank computes. GiB: the most that a rank holds in the "
-    "first batch."
+    "of the cost model, nothing has been timed on a GPU. one cp: all ranks of cp share each sample. 1 or all "
+    "ranks: of a micro-batch. any degree: any divisor of cp. ratio: of the last to the first. samples by "
+    "degree: of sections with cp. GiB: the most that a rank holds in the first batch."
 )
 
 
@@ -46,15 +50,22 @@ def with_cp_per(plan: Plan, what: str) -> tuple[str, ...]:
     return tuple(f"{pin.partition('=')[0]}={what}" if ".cp_per=" in pin else pin for pin in plan_pins(plan))
 
 
-def share_computed_whole(step: SimulatedStep) -> float:
-    """The share of samples of sections with cp that one rank of a replica computes."""
-    costs, whole, count = PredictedCosts(step.plan, step.samples, step.schedule.own_samples), 0, 0
-    for section in (s for s in step.plan.sections if s.mesh.cp > 1):
-        for micro in step.schedule.micro_batches[section.name]:
-            count += len(micro.samples)
-            (parts,) = costs.deal_samples(section, [micro.samples])
-            whole += sum(map(len, parts))
-    return whole / max(1, count)
+def without_degrees(plan: Plan) -> Plan:
+    """The plan with samples on one rank of cp, or on all of them, only."""
+    sections = (replace(s, subgroups=tuple(g for g in s.subgroups if g.ranks == 1)) for s in plan.sections)
+    return replace(plan, sections=tuple(sections))
+
+
+def samples_by_degree(steps: Sequence[SimulatedStep]) -> str:
+    """How many samples of sections with cp are computed by how many ranks of a replica."""
+    found = Counter[int]()
+    for step in steps:
+        costs = PredictedCosts(step.plan, step.samples, step.schedule.own_samples)
+        for section in (s for s in step.plan.sections if s.mesh.cp > 1):
+            for micro in step.schedule.micro_batches[section.name]:
+                (parts,) = costs.deal_samples(section, [micro.samples])
+                found[section.mesh.cp // max(1, len(parts))] += len(micro.samples)
+    return ", ".join(f"{degree}: {found[degree]}" for degree in sorted(found))
 
 
 def compare(directory: Path) -> tuple[object, ...]:
@@ -62,9 +73,9 @@ def compare(directory: Path) -> tuple[object, ...]:
     plan = load_plan(directory)
     _, divided = replan_with_changes(directory, with_cp_per(plan, "section"))
     _, dealt = replan_with_changes(directory, with_cp_per(plan, "micro_batch"))
-    before, after = (simulate_plan(directory, p, steps=STEPS) for p in (divided, dealt))
-    seconds = [made.measures.step_time_s for made in (before, after)]
-    memory = [made.first_measures.peak_memory_gib for made in (before, after)]
+    made = [simulate_plan(directory, p, steps=STEPS) for p in (divided, without_degrees(dealt), dealt)]
+    seconds = [simulated.measures.step_time_s for simulated in made]
+    memory = [simulated.first_measures.peak_memory_gib for simulated in (made[0], made[-1])]
     layouts = (
         f"{s.name}: dp {s.mesh.dp}, tp {s.mesh.tp}, cp {s.mesh.cp}, micro-batch {s.micro_batch}"
         for s in plan.user_sections
@@ -74,8 +85,8 @@ def compare(directory: Path) -> tuple[object, ...]:
         directory.name,
         "; ".join(layouts),
         *(f"{s:.2f}" for s in seconds),
-        f"{seconds[1] / seconds[0]:.3f}",
-        f"{share_computed_whole(after.steps[0]):.2f}",
+        f"{seconds[-1] / seconds[0]:.3f}",
+        samples_by_degree(made[-1].steps),
         *("-" if gib is None else f"{gib:.1f}" for gib in memory),
     )
 

@@ -1,9 +1,10 @@
-"""Deals the samples of a micro-batch to the ranks of a replica with cp: each computes its part whole.
+"""Deals the samples of a micro-batch to subgroups of the ranks of cp: each computes its part.
 
-A long sample is divided over the ranks of cp; short ones need no such exchange, and parameters are whole on
-each of these ranks anyway. So a micro-batch of several samples is dealt where that takes less time and fits
-(FlexSP, ByteScale and DCP, 2025, choose a degree for each sample). To the order of a step, a dealt
-micro-batch is one like any other: its time is that of its slowest part.
+A long sample is divided over all ranks of cp. Short ones need no such exchange, and those between need fewer
+ranks; parameters are whole on each of these ranks anyway. So a micro-batch of several samples is dealt where
+that takes less time and fits (FlexSP, ByteScale and DCP, 2025, choose a degree for each sample). All parts of
+a micro-batch have equally many neighbouring ranks, one or several, which then share the rows of its samples.
+To the order of a step, a dealt micro-batch is one like any other: its time is that of its slowest part.
 
 Parts follow from the plan and the samples' sizes alone (`PredictedCosts.deal_samples`), so every rank knows
 all of them.
@@ -28,7 +29,8 @@ class DealtMicroBatches:
         self._parts: dict[tuple[str, tuple[int, ...]], SampleParts] = {}
 
     def parts(self, micro: MicroBatch) -> SampleParts:
-        """Returns the samples of each rank of cp, () if all ranks share the rows of every sample."""
+        """Returns the samples of each subgroup of the ranks of cp, () if all ranks share the rows of every
+        sample."""
         section = self._dealing.get(micro.section)
         if section is None or self._costs is None:
             return ()
@@ -39,9 +41,13 @@ class DealtMicroBatches:
 
     def own_part(self, micro: MicroBatch, rank: int) -> MicroBatch:
         """Returns what `rank` computes of a micro-batch of its replica: the micro-batch itself if it is not
-        dealt, else one of the rank's samples, which may be none."""
+        dealt, else one of the samples of the rank's subgroup, which may be none."""
         if not (parts := self.parts(micro)):
             return micro
         section = self._dealing[micro.section]
         place = ranks_by_replica(section)[micro.replica].index(rank) // section.mesh.tp
-        return micro._replace(samples=parts[place])
+        return micro._replace(samples=parts[place * len(parts) // section.mesh.cp])
+
+    def subgroup_size(self, micro: MicroBatch) -> int:
+        """Returns how many ranks of cp share the rows of a dealt micro-batch's samples."""
+        return self._dealing[micro.section].mesh.cp // len(self.parts(micro))

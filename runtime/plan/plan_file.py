@@ -183,8 +183,10 @@ _SECTION_FIELDS: dict[str, Shape] = {
     "row_layers": _TEXTS,
     "row_modules": _TEXTS,
     "cp_per": shapes.choice("section", "micro_batch"),
-    "undivided": _COST,
-    "undivided_bytes": _COUNT,
+    "subgroups": shapes.items_of(
+        shapes.dataclass_of(schema.SubgroupCost, {"ranks": _DEGREE, "cost": _COST}), MAX_RANKS
+    ),
+    "subgroup_bytes": _COUNT,
     "whole_batch": _FLAG,
     "offload": shapes.choice("none", "optimizer", "weights"),
     "host_gib": shapes.number(0),
@@ -198,8 +200,8 @@ _LATER_FIELDS = (
     "row_layers",
     "row_modules",
     "cp_per",
-    "undivided",
-    "undivided_bytes",
+    "subgroups",
+    "subgroup_bytes",
     "whole_batch",
     "offload",
     "host_gib",
@@ -708,12 +710,17 @@ def _check_section(plan: Plan, section: Section, symbols: set[str], optional_key
     _check_known(section.params, plan.model.parameters, "parameter", f"{place}.params")
     _check_known(section.partial, section.params, "parameter of the section", f"{place}.partial")
     _check_known(section.units, section.blocks, "block of the section", f"{place}.units")
-    for key, cost in (("cost", section.cost), ("undivided", section.undivided)):
+    parts = [(f"subgroups[{i}].cost", s.cost) for i, s in enumerate(section.subgroups)]
+    for key, cost in (("cost", section.cost), *parts):
         for name in ("forward_ns", "backward_ns", "flops", "backward_flops", "saved"):
             text = getattr(cost, name)
             _check_symbols([text] if text else [], symbols, f"{place}.{key}.{name}")
     if section.cp_per == "micro_batch" and (section.pipeline or mesh.ep > 1 or section.weight_permille):
         raise MalformedValue("expected no stages, ep or split backward with micro_batch", f"{place}.cp_per")
+    degrees = [s.ranks for s in section.subgroups]
+    if degrees != sorted(set(degrees)) or any(mesh.cp % n or n == mesh.cp for n in degrees):
+        message = f"expected ascending divisors of cp {mesh.cp} below it, got {degrees}"
+        raise MalformedValue(message, f"{place}.subgroups")
     is_trained = any(plan.model.parameters[name].endswith(" train") for name in section.params)
     if section.offload == ("weights" if is_trained else "optimizer"):
         problem = "nothing of a section that trains" if is_trained else "no states of a frozen section"

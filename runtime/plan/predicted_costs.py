@@ -11,20 +11,26 @@ from dataclasses import dataclass, replace
 
 from secc.runtime.plan.batch_sizes import combine_sizes, pad_sample_sizes
 from secc.runtime.plan.expr_eval import SizeColumns, evaluate_expr_columns
-from secc.runtime.plan.schema import Plan, Section
+from secc.runtime.plan.schema import Plan, Section, SubgroupCost
 from secc.runtime.plan.step_program import SampleMeta, owes_backward
 
-SampleParts = tuple[tuple[int, ...], ...]  # sample positions of each rank of cp, ascending
+SampleParts = tuple[tuple[int, ...], ...]  # sample positions of each subgroup of the ranks of cp, ascending
 
 
 @dataclass(frozen=True)
 class DealtCosts:
-    """A micro-batch dealt to the ranks of cp: its parts, and ns and bytes of the largest of them."""
+    """A micro-batch dealt to equal subgroups of the ranks of cp: its parts, and ns and bytes of the largest
+    of them."""
 
     parts: SampleParts
     forward_ns: int
     backward_ns: int
     saved_bytes: int
+
+    @property
+    def total_ns(self) -> int:
+        """Forward and backward."""
+        return self.forward_ns + self.backward_ns
 
 
 class PredictedCosts:
@@ -76,26 +82,19 @@ class PredictedCosts:
         }
         forward, backward = self.times_of_columns(section, columns, self.sample_count)
         shares = [(f + b) // count for f, b in zip(forward, backward, strict=True)]
-        if not section.may_deal:
-            return shares
-        return [
-            min(share, ns // section.mesh.cp) if needed <= section.undivided_bytes else share
-            for share, ns, needed in zip(
-                shares,
-                map(sum, zip(*self.undivided_times(section), strict=True)),
-                self._evaluate_for_samples(section.undivided.saved or "0"),
-                strict=True,
-            )
-        ]
+        for subgroup in section.subgroups if section.may_deal else ():
+            forward, backward = self.sample_times(replace(section, cost=subgroup.cost))
+            fits = self.fitting_samples(section, subgroup)
+            shares = [
+                min(share, subgroup.ranks * (f + b) // section.mesh.cp) if fit else share
+                for share, f, b, fit in zip(shares, forward, backward, fits, strict=True)
+            ]
+        return shares
 
-    def undivided_times(self, section: Section) -> tuple[list[int], list[int]]:
-        """Returns (forward, backward) ns of every sample where one rank of cp computes all of it."""
-        backward = (
-            self._evaluate_for_samples(section.undivided.backward_ns)
-            if owes_backward(section)
-            else [0] * self.sample_count
-        )
-        return self._evaluate_for_samples(section.undivided.forward_ns), backward
+    def fitting_samples(self, section: Section, subgroup: SubgroupCost) -> list[bool]:
+        """Returns for every sample whether the ranks of a subgroup have the memory to compute it."""
+        needed = self._evaluate_for_samples(subgroup.cost.saved or "0")
+        return [size <= section.subgroup_bytes for size in needed]
 
     def micro_batch_times(
         self, section: Section, micro_batches: Sequence[Sequence[int]]
@@ -114,8 +113,8 @@ class PredictedCosts:
     def deal_samples(self, section: Section, micro_batches: Sequence[Sequence[int]]) -> list[SampleParts]:
         """Returns the parts of each micro-batch, () where it is not dealt but divided over all ranks.
 
-        A micro-batch of several samples is dealt, in turns and largest first, if that takes less time or it
-        has more samples than may be divided together, and if each part fits.
+        A micro-batch of several samples is dealt, in turns and largest first, to subgroups of the ranks of cp
+        if that takes less time or it has more samples than may be divided together, and if each part fits.
         """
         dealt = self.price_dealt(section, micro_batches)
         return [() if d is None else d.parts for d in dealt]
@@ -128,38 +127,57 @@ class PredictedCosts:
     def price_dealt(
         self, section: Section, micro_batches: Sequence[Sequence[int]]
     ) -> list[DealtCosts | None]:
-        """Returns the costs of each micro-batch that is dealt, None for others."""
+        """Returns the costs of each micro-batch that is dealt, None for others. The subgroups are of the size
+        that takes least time, of the smallest such size."""
+        found: list[DealtCosts | None] = [None] * len(micro_batches)
         if not section.may_deal:
-            return [None] * len(micro_batches)
-        ns = list(map(sum, zip(*self.undivided_times(section), strict=True)))
+            return found
+        for subgroup in section.subgroups:
+            priced = self._price_in_subgroups(section, subgroup, micro_batches)
+            for i, dealt in enumerate(priced):
+                best = found[i]
+                if dealt is not None and (best is None or dealt.total_ns < best.total_ns):
+                    found[i] = dealt
+        divided = self.times_of_columns(section, self.micro_batch_columns(micro_batches), len(micro_batches))
+        return [
+            dealt
+            if dealt is not None and (dealt.total_ns < f + b or len(samples) > section.micro_batch)
+            else None
+            for dealt, samples, f, b in zip(found, micro_batches, *divided, strict=True)
+        ]
+
+    def _price_in_subgroups(
+        self, section: Section, subgroup: SubgroupCost, micro_batches: Sequence[Sequence[int]]
+    ) -> list[DealtCosts | None]:
+        """Returns the costs of each micro-batch of several samples, dealt to subgroups of one size, None
+        where a part has too many samples or does not fit."""
+        own, count = replace(section, cost=subgroup.cost), section.mesh.cp // subgroup.ranks
+        ns = list(map(sum, zip(*self.sample_times(own), strict=True)))
         drafts = [
-            _deal_in_turns(samples, ns, section.mesh.cp) if 1 < len(samples) <= section.most_samples else ()
+            _deal_in_turns(samples, ns, count) if 1 < len(samples) <= section.micro_batch * count else ()
             for samples in micro_batches
         ]
         parts = [part for draft in drafts for part in draft if part]
-        columns, count = self.micro_batch_columns(parts), len(parts)
-        undivided = replace(section, cost=section.undivided)
-        forward, backward = self.times_of_columns(undivided, columns, count)
-        saved = self.saved_bytes_of_columns(undivided, columns, count)
-        fits = [size <= section.undivided_bytes for size in saved]
+        columns = self.micro_batch_columns(parts)
+        saved = self.saved_bytes_of_columns(own, columns, len(parts))
+        fits = [size <= section.subgroup_bytes for size in saved]
         if section.micro_batch_tokens:
-            tokens = self.token_counts(section, columns, count)
+            tokens = self.token_counts(section, columns, len(parts))
             fits = [
                 ok and (len(part) == 1 or n <= section.micro_batch_tokens)
                 for ok, part, n in zip(fits, parts, tokens, strict=True)
             ]
-        divided = self.times_of_columns(section, self.micro_batch_columns(micro_batches), len(micro_batches))
+        if not any(fits):
+            return [None] * len(micro_batches)
+        forward, backward = self.times_of_columns(own, columns, len(parts))
         found, start = list[DealtCosts | None](), 0
-        for draft, samples, divided_ns in zip(
-            drafts, micro_batches, map(sum, zip(*divided, strict=True)), strict=True
-        ):
-            own = slice(start, start := start + sum(map(bool, draft)))
-            if not draft or not all(fits[own]):
-                found.append(None)
-                continue
-            dealt = DealtCosts(draft, max(forward[own]), max(backward[own]), max(saved[own]))
-            is_faster = dealt.forward_ns + dealt.backward_ns < divided_ns
-            found.append(dealt if is_faster or len(samples) > section.micro_batch else None)
+        for draft in drafts:
+            of_draft = slice(start, start := start + sum(map(bool, draft)))
+            found.append(
+                DealtCosts(draft, max(forward[of_draft]), max(backward[of_draft]), max(saved[of_draft]))
+                if draft and all(fits[of_draft])
+                else None
+            )
         return found
 
     def saved_bytes(self, section: Section, micro_batches: Sequence[Sequence[int]]) -> list[int]:
@@ -224,14 +242,14 @@ class PredictedCosts:
         return self._evaluated[text]
 
 
-def _deal_in_turns(samples: Sequence[int], ns: Sequence[int], ranks: int) -> SampleParts:
-    """Deals samples to ranks, those that take longest first, in turns forth and back."""
-    if len(samples) <= ranks:
-        return (*((p,) for p in samples), *((),) * (ranks - len(samples)))
-    parts: list[list[int]] = [[] for _ in range(ranks)]
+def _deal_in_turns(samples: Sequence[int], ns: Sequence[int], subgroups: int) -> SampleParts:
+    """Deals samples to subgroups, those that take longest first, in turns forth and back."""
+    if len(samples) <= subgroups:
+        return (*((p,) for p in samples), *((),) * (subgroups - len(samples)))
+    parts: list[list[int]] = [[] for _ in range(subgroups)]
     for turn, p in enumerate(sorted(samples, key=lambda p: (-ns[p], p))):
-        number, place = divmod(turn, ranks)
-        parts[ranks - 1 - place if number % 2 else place].append(p)
+        number, place = divmod(turn, subgroups)
+        parts[subgroups - 1 - place if number % 2 else place].append(p)
     return tuple(tuple(sorted(part)) for part in parts)
 
 

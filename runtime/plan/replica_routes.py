@@ -74,11 +74,12 @@ def tp_ranks_of(section: Section, rank: int) -> Ranks:
     return ranks[first : first + size]
 
 
-def cp_ranks_by_replica(section: Section) -> tuple[Ranks, ...]:
-    """Returns the groups of ranks that share the rows of sequences: for each replica and each position in
-    tensor parallelism."""
-    size = section.mesh.tp
-    return tuple(ranks[place::size] for ranks in ranks_by_replica(section) for place in range(size))
+def cp_ranks_by_replica(section: Section, size: int) -> tuple[Ranks, ...]:
+    """Returns the groups of `size` ranks that share the rows of sequences: all ranks of cp, or neighbouring
+    ones, for each replica and each position in tensor parallelism."""
+    tp = section.mesh.tp
+    groups = [ranks[place::tp] for ranks in ranks_by_replica(section) for place in range(tp)]
+    return tuple(ranks[i : i + size] for ranks in groups for i in range(0, len(ranks), size))
 
 
 @cache

@@ -122,6 +122,15 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class SubgroupCost:
+    """Predicted time of samples that `ranks` ranks of cp compute, sharing their rows; `cost.saved` are the
+    bytes that each of them keeps and needs temporarily."""
+
+    ranks: int
+    cost: Cost
+
+
+@dataclass(frozen=True)
 class Shard:
     """A parameter cut along `dim` over the ranks of a tensor-parallel replica; `parts` are the sizes of
     blocks stored one after another in that dim, each cut by itself.
@@ -176,8 +185,9 @@ class Section:
     work on a rank's rows of the sequence (`runtime.context_parallel`); `row_modules` inside of them do so row
     by row, without rules for their code, and `row_attention` is how their attention reaches the rows of other
     ranks ("gather" or "ulysses"). With `cp_per` "micro_batch", a micro-batch of several samples may be dealt:
-    each rank of cp computes some samples whole (`runtime.plan.dealt_samples`) in the time and memory that
-    `undivided` says, if what it keeps and needs temporarily is at most `undivided_bytes`.
+    subgroups of the ranks of cp, all of one size, compute different samples (`runtime.plan.dealt_samples`).
+    `subgroups` are the possible sizes, ascending, with their costs; what a rank keeps and needs temporarily
+    is at most `subgroup_bytes`.
     With `whole_batch`, a replica has one micro-batch in a step, with all its samples, and replicas sum the
     statistics of their batch norms (`runtime.sections.synchronized_norms`).
 
@@ -216,8 +226,8 @@ class Section:
     row_layers: tuple[str, ...] = ()
     row_modules: tuple[str, ...] = ()
     cp_per: str = "section"
-    undivided: Cost = Cost()
-    undivided_bytes: int = 0
+    subgroups: tuple[SubgroupCost, ...] = ()
+    subgroup_bytes: int = 0
     whole_batch: bool = False
     offload: str = "none"
     host_gib: float = 0.0
@@ -529,7 +539,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 def _section_to_dict(section: Section) -> dict[str, Any]:
     found = dataclasses.asdict(section)
     if section.cp_per == "section":
-        del found["cp_per"], found["undivided"], found["undivided_bytes"]
+        del found["cp_per"], found["subgroups"], found["subgroup_bytes"]
     if not section.whole_batch:
         del found["whole_batch"]
     if section.chunks == 1:

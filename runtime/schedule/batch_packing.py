@@ -13,9 +13,9 @@ samples' times. The attempt with the shortest longest replica wins.
 If memory keeps large neighbours apart, a replica's samples are also packed with large and small ones
 alternating, which makes fewer micro-batches.
 
-The ranks of a replica may compute different samples of a micro-batch (`secc.runtime.plan.dealt_samples`).
-Such micro-batches are runs, too: neighbours take similar time. If they have more samples than the replica has
-ranks, only multiples of the number of ranks are tried.
+Subgroups of a replica's ranks may compute different samples of a micro-batch
+(`secc.runtime.plan.dealt_samples`). Such micro-batches are runs, too: neighbours take similar time. If they
+have more samples than the replica has ranks, only multiples of the number of ranks are tried.
 """
 
 from __future__ import annotations

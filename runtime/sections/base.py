@@ -92,7 +92,9 @@ class SectionModule(nn.Module):
         self.statistics: BatchValues = {}  # of the global batch; none in a first pass
         self.places: BatchPlaces | None = None  # of the running micro-batch's samples
         self.group: ReplicaProcessGroup | None = None  # ranks that share parameters, if there are several
-        self.row_group: ReplicaProcessGroup | None = None  # and those that share the rows of sequences
+        # Ranks that share the rows of sequences, by their number: all of them, or some for a part of a
+        # micro-batch.
+        self.row_groups: dict[int, ReplicaProcessGroup] = {}
         self.row_attention = "gather"  # or "ulysses": how these attend to each other's rows
 
     @property
@@ -205,12 +207,11 @@ class SectionModule(nn.Module):
         return None, failed_guards
 
     def forward(
-        self, case: SectionCase, batch: Batch, edges: Tensors, evaluates: bool, on_rows: bool = True
+        self, case: SectionCase, batch: Batch, edges: Tensors, evaluates: bool, row_ranks: int = 1
     ) -> tuple[Tensors, Tensors]:
-        """Run one micro-batch, on this rank's rows of its sequences where ranks share them, else (not
-        `on_rows`) whole. Returns the tensors of outgoing edges by name, and the numerators of loss
-        terms (0-dim) by name; if it `evaluates`, also the tensors that `metrics()` asks for, their names
-        prefixed."""
+        """Run one micro-batch, on this rank's rows of its sequences where `row_ranks` ranks share them.
+        Returns the tensors of outgoing edges by name, and the numerators of loss terms (0-dim) by name; if it
+        `evaluates`, also the tensors that `metrics()` asks for, their names prefixed."""
         method = getattr(self, case.method)
 
         def compute(batch: Batch, edges: Tensors) -> tuple[Tensors, Tensors]:
@@ -220,9 +221,10 @@ class SectionModule(nn.Module):
             }
 
         with forward_hooks.without_user_hooks(self.children()):
-            if self.row_group is None or not on_rows:
+            if row_ranks == 1:
                 return compute(batch, edges)
-            return RowMode(self.row_group, self.row_attention).run_section(compute, batch, edges)
+            mode = RowMode(self.row_groups[row_ranks], self.row_attention)
+            return mode.run_section(compute, batch, edges)
 
 
 def load_section_module(directory: Path, planned: schema.Section, model: nn.Module) -> SectionModule:

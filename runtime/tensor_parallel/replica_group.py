@@ -122,28 +122,34 @@ class LoneRank:
 @dataclass(frozen=True)
 class ReplicaGroups:
     """The groups of a rank, by section, where they have several ranks: its replica, and in it the ranks that
-    share parameters (tp) and those that share the rows of sequences (cp)."""
+    share parameters (tp) and those that share the rows of sequences (cp). The latter are also by size: all of
+    them, and subgroups that compute parts of a micro-batch."""
 
     replica: dict[str, ReplicaProcessGroup]
     tp: dict[str, ReplicaProcessGroup]
-    cp: dict[str, ReplicaProcessGroup]
+    cp: dict[str, dict[int, ReplicaProcessGroup]]
 
 
 def make_replica_groups(plan: Plan, rank: int) -> ReplicaGroups:
     """Returns the groups of this rank. Collective: call it on all ranks at the same point."""
     handles: dict[Ranks, Any] = {}
     found = ReplicaGroups({}, {}, {})
-    for section in plan.sections:
-        replicas, tp = ranks_by_replica(section), section.mesh.tp
-        by_tp = tuple(ranks[i : i + tp] for ranks in replicas for i in range(0, len(ranks), tp))
-        kinds = ((found.replica, replicas), (found.tp, by_tp), (found.cp, cp_ranks_by_replica(section)))
-        for groups, ranks in (
-            (groups, ranks) for groups, every in kinds for ranks in every if len(ranks) > 1
-        ):
+
+    def make(groups: dict[Any, ReplicaProcessGroup], key: Any, every: Sequence[Ranks]) -> None:
+        for ranks in (ranks for ranks in every if len(ranks) > 1):
             if ranks not in handles:
                 handles[ranks] = dist.new_group(list(ranks))
             if rank in ranks:
-                groups[section.name] = ReplicaProcessGroup(ranks, rank, handles[ranks])
+                groups[key] = ReplicaProcessGroup(ranks, rank, handles[ranks])
+
+    for section in plan.sections:
+        replicas, tp = ranks_by_replica(section), section.mesh.tp
+        make(found.replica, section.name, replicas)
+        make(found.tp, section.name, [r[i : i + tp] for r in replicas for i in range(0, len(r), tp)])
+        sizes = [section.mesh.cp, *(s.ranks for s in section.subgroups if section.may_deal)]
+        by_size = found.cp.setdefault(section.name, {})
+        for size in sizes:
+            make(by_size, size, cp_ranks_by_replica(section, size))
     return found
 
 

@@ -7,9 +7,9 @@ came back, and its loss terms with their coefficients. Tensors between two secti
 like messages but never sent. The program's order is not questioned here: the check before the step has proved
 it complete and free of deadlock.
 
-Of a micro-batch that is dealt to the ranks of its replica (`secc.runtime.plan.dealt_samples`), each rank runs
-its own part, or nothing. Messages are those of the whole micro-batch: tensors that arrive are cut to the own
-part, outputs and gradients of received edges are joined, so that sends know nothing of it.
+Of a micro-batch that is dealt to subgroups of its replica (`secc.runtime.plan.dealt_samples`), each rank runs
+the part of its subgroup, or nothing. Messages are those of the whole micro-batch: tensors that arrive are cut
+to the own part, outputs and gradients of received edges are joined, so that sends know nothing of it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from secc.runtime.plan.replica_routes import (
     gather_counts,
     ranks_by_replica,
     route_message,
+    slice_bounds,
 )
 from secc.runtime.plan.schema import OUTPUT_PREFIX, Edge, Plan, is_gathered, is_statistic, logged_scalar_name
 from secc.runtime.plan.step_program import (
@@ -103,9 +104,11 @@ class _InFlightMicroBatch:
 
 @dataclass
 class _OwnPart:
-    """What this rank computes of a dealt micro-batch: leaves and outputs of its own samples, by edge."""
+    """What this rank computes of a dealt micro-batch, together with the others of its subgroup, `row_ranks`
+    in all: leaves and outputs of the subgroup's samples, by edge."""
 
     micro: MicroBatch
+    row_ranks: int
     edge_leaves: Tensors = field(default_factory=dict)
     outputs: Tensors = field(default_factory=dict)
 
@@ -168,6 +171,7 @@ class Engine:
         self.whole_section = {name: s.user_section_name for name, s in planned.items()}
         self.splits_backward = {name: s.weight_permille > 0 for name, s in planned.items()}
         self.tp_sizes = {name: s.mesh.tp for name, s in planned.items()}
+        self.cp_sizes = {name: s.mesh.cp for name, s in planned.items()}
         self.replica_ranks = {name: ranks_by_replica(s) for name, s in planned.items()}
         self.returns_gradient = {e.name: returns_gradient(e, planned) for e in plan.edges}
         self.edges_into = {name: [e for e in plan.edges if e.dst == name] for name in planned}
@@ -293,7 +297,7 @@ class _StepExecution:
         engine, micro = self.engine, self.micro_batch(i.section, i.micro)
         with_grad, own = engine.backward_owed[i.section], self.dealt.own_part(micro, engine.rank)
         live = _InFlightMicroBatch(with_grad, None, self.step.schedule.is_of_next_batch(micro))
-        live.part = None if own is micro else _OwnPart(own)
+        live.part = None if own is micro else _OwnPart(own, self.dealt.subgroup_size(micro))
         if own.samples:
             self.compute_forward(i, own, live)
         else:
@@ -329,9 +333,8 @@ class _StepExecution:
         ):
             if exchange is not None:
                 exchange.begin_forward()
-            live.outputs, live.loss_terms = section(
-                case, batch, edges, engine.evaluates, on_rows=live.part is None
-            )
+            row_ranks = engine.cp_sizes[i.section] if live.part is None else live.part.row_ranks
+            live.outputs, live.loss_terms = section(case, batch, edges, engine.evaluates, row_ranks)
             if exchange is not None:
                 live.exchange_end = exchange.end_forward()
             if i.section in engine.norms:
@@ -353,22 +356,30 @@ class _StepExecution:
     def join_parts(
         self, layout: EdgeLayout, side: str, micro: MicroBatch, own: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Joins the tensors (or gradients) of an edge that the ranks of a dealt micro-batch have; None if no
-        rank has any. Rows of ranks without one are zeros. Collective."""
-        parts, group = self.dealt.parts(micro), self.engine.sections[micro.section].row_group
-        assert group is not None
-        sizes = [layout.part_numel(side, part) for part in parts]
-        flat = torch.zeros(sizes[group.index] + 1, dtype=layout.dtype, device=self.engine.device)
+        """Joins the tensors (or gradients) of an edge that the subgroups of a dealt micro-batch have, each on
+        all of its ranks; None if none has any. Rows of subgroups without one are zeros. Collective."""
+        parts, row_ranks = self.dealt.parts(micro), self.dealt.subgroup_size(micro)
+        group = self.engine.sections[micro.section].row_groups[self.engine.cp_sizes[micro.section]]
+        # Each rank gives a slice of its subgroup's tensor, and whether there is one: zeros are not none.
+        slices = [
+            slice_bounds(layout.part_numel(side, part), place, row_ranks)
+            for part in parts
+            for place in range(row_ranks)
+        ]
+        sizes, (start, stop) = [stop - start + 1 for start, stop in slices], slices[group.index]
+        flat = torch.zeros(stop - start + 1, dtype=layout.dtype, device=self.engine.device)
         if own is not None:
-            flat[:-1] = layout.pack_part(own, side, parts[group.index])
-            flat[-1] = 1  # tells a tensor of zeros from none
-        gathered = group.all_gather(flat, [size + 1 for size in sizes]).split([size + 1 for size in sizes])
+            flat[:-1] = layout.pack_part(own, side, parts[group.index // row_ranks])[start:stop]
+            flat[-1] = 1
+        gathered = group.all_gather(flat, sizes).split(sizes)
         if not any(bool(piece[-1]) for piece in gathered):
             return None
         shape = layout.shape_of_samples(side, micro.samples)
         whole = torch.zeros(shape, dtype=layout.dtype, device=self.engine.device)
-        for part, piece in zip(parts, gathered, strict=True):
-            layout.unpack_part(piece[:-1], whole, side, micro.samples, part)
+        for number, part in enumerate(parts):
+            pieces = gathered[number * row_ranks : (number + 1) * row_ranks]
+            joined = torch.cat([piece[:-1] for piece in pieces])
+            layout.unpack_part(joined, whole, side, micro.samples, part)
         return whole
 
     def run_empty_pass(self, i: Instruction) -> None:
@@ -399,10 +410,10 @@ class _StepExecution:
 
     def count_loss(self, i: Instruction, live: _InFlightMicroBatch) -> None:
         """Adds the loss terms of a micro-batch, on the first rank of its replica only; those of the parts of
-        a dealt one, on the first of the ranks that share parameters."""
+        a dealt one, on the first rank of each subgroup."""
         ranks = self.ranks_of(i.section, i.micro)
         if live.part is not None:
-            if ranks.index(self.engine.rank) % self.engine.tp_sizes[i.section] == 0:
+            if ranks.index(self.engine.rank) % (self.engine.tp_sizes[i.section] * live.part.row_ranks) == 0:
                 self.add_loss(live.loss_terms, live.part.micro)
         elif self.engine.rank == ranks[0]:
             self.add_loss(live.loss_terms, self.micro_batch(i.section, i.micro))

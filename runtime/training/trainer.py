@@ -172,7 +172,7 @@ class Trainer:
         held_sections = {s.name: s for s in sections}
         for section in sections:
             section.group = groups.tp.get(section.name)
-            section.row_group = groups.cp.get(section.name)
+            section.row_groups = groups.cp[section.name]
         self.engine = Engine(
             self.plan,
             held_sections,
@@ -291,9 +291,10 @@ class Trainer:
     ) -> None:
         """Lets the stopwatch time how long this rank waits for the collectives of each section."""
         stopwatch, whole = self.engine.stopwatch, self.engine.whole_section
-        for by_section in (groups.replica, groups.tp, groups.cp, other_groups, self.engine.gatherers):
-            for name, group in by_section.items():
-                group.timed = partial(stopwatch.time_collective, whole[name])
+        of_rows = [(name, group) for name, by_size in groups.cp.items() for group in by_size.values()]
+        by_section = (groups.replica, groups.tp, other_groups, self.engine.gatherers)
+        for name, group in itertools.chain(of_rows, *(found.items() for found in by_section)):
+            group.timed = partial(stopwatch.time_collective, whole[name])
         self.reducer.timed = lambda section: stopwatch.time_collective(whole[section])
 
     def plan_steps(self) -> Iterator[PlannedStep]:

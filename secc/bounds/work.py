@@ -18,7 +18,7 @@ from secc.bounds.additive import split_additive
 from secc.bounds.traffic import Traffic, message_ns, sample_bytes
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.predicted_costs import PredictedCosts
-from secc.runtime.plan.schema import Cost, Edge, Plan, Section
+from secc.runtime.plan.schema import Cost, Edge, Plan, Section, SubgroupCost
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.plan.step_program import (
     SampleMeta,
@@ -99,31 +99,22 @@ class BatchWork:
     def _measure_samples(self, section: Section) -> dict[int, tuple[int, int, int]]:
         """(forward, backward, second part of a split backward) ns of each active sample alone."""
         forward, backward = self._costs.sample_times(section)
-        for p in self._undivided_samples(section):
-            forward[p], backward[p] = map(min, (forward[p], backward[p]), self._undivided_times(section, p))
+        for subgroup, fitting in self._fitting_samples(section):
+            own = self._costs.sample_times(replace(section, cost=subgroup.cost))
+            for p in fitting:
+                forward[p], backward[p] = min(forward[p], own[0][p]), min(backward[p], own[1][p])
         second_parts = [weight_backward_ns(section, b) for b in backward]
         return {
             p: (forward[p], backward[p] - second_parts[p], second_parts[p])
             for p in self.active_samples[section.name]
         }
 
-    def _undivided_samples(self, section: Section) -> list[int]:
-        """Samples that one rank of cp may compute whole."""
+    def _fitting_samples(self, section: Section) -> list[tuple[SubgroupCost, list[int]]]:
+        """Subgroups of the ranks of cp with the active samples that they may compute without the others."""
         if not section.may_deal:
             return []
-        needed = [
-            evaluate_expr(section.undivided.saved, self._costs.sample_sizes(p))
-            for p in self.active_samples[section.name]
-        ]
-        return [
-            p
-            for p, size in zip(self.active_samples[section.name], needed, strict=True)
-            if size <= section.undivided_bytes
-        ]
-
-    def _undivided_times(self, section: Section, sample: int) -> tuple[int, int]:
-        forward, backward = self._costs.undivided_times(section)
-        return forward[sample], backward[sample]
+        fits = [(s, self._costs.fitting_samples(section, s)) for s in section.subgroups]
+        return [(s, [p for p in self.active_samples[section.name] if fit[p]]) for s, fit in fits]
 
     def _message_times(self, edge: Edge) -> dict[int, int]:
         """Message of each sample that both ends of an edge handle, over the fastest link there is."""
@@ -180,13 +171,14 @@ class BatchWork:
 
     def _shares_of(self, section: Section, together: int) -> dict[int, tuple[int, int]]:
         """(forward, backward) that each sample adds to micro-batches of up to `together` samples. Of one that
-        a rank of cp may compute whole, it is no more than that rank's share of its replica."""
+        a subgroup of the ranks of cp may compute, it is no more than the subgroup's share of its replica."""
         shares = self._shares_of_cost(section, section.cost, together)
-        if fitting := self._undivided_samples(section):
-            whole = self._shares_of_cost(section, section.undivided, together)
+        for subgroup, fitting in self._fitting_samples(section):
+            of_subgroup = self._shares_of_cost(section, subgroup.cost, together)
             for p in fitting:
                 forward, backward = (
-                    min(own, ns // section.mesh.cp) for own, ns in zip(shares[p], whole[p], strict=True)
+                    min(own, subgroup.ranks * ns // section.mesh.cp)
+                    for own, ns in zip(shares[p], of_subgroup[p], strict=True)
                 )
                 shares[p] = forward, backward
         return shares

@@ -203,8 +203,8 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
         row_layers=_paths_inside(op, "row_layers"),
         row_modules=_paths_inside(op, "row_modules"),
         cp_per=attribute_value(op, "cp_per", "section"),
-        undivided=_undivided_cost(op),
-        undivided_bytes=attribute_value(op, "undivided_bytes", 0),
+        subgroups=_subgroup_costs(op),
+        subgroup_bytes=attribute_value(op, "subgroup_bytes", 0),
         whole_batch=bool(whole_batch_of_section(graph, op)),
         offload=attribute_value(op, "offload", "none"),
         host_gib=attribute_value(op, "host_gib", 0.0),
@@ -262,11 +262,13 @@ def _section_cost(op: SectionOp) -> schema.Cost:
     return schema.Cost(**{key: attribute_value(op, key, default) for key, default in known.items()})
 
 
-def _undivided_cost(op: SectionOp) -> schema.Cost:
-    if "cp_per" not in op.attributes:
-        return schema.Cost()
-    names = ("forward_ns", "backward_ns", "saved")
-    return schema.Cost(**{name: attribute_value(op, f"undivided_{name}", "0") for name in names})
+def _subgroup_costs(op: SectionOp) -> tuple[schema.SubgroupCost, ...]:
+    names = ("ranks", "forward_ns", "backward_ns", "saved")
+    columns = (attribute_value(op, f"subgroup_{name}", ()) for name in names)
+    return tuple(
+        schema.SubgroupCost(ranks, schema.Cost(forward_ns, backward_ns, saved=saved))
+        for ranks, forward_ns, backward_ns, saved in zip(*columns, strict=True)
+    )
 
 
 def _section_params(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
-"""Plans in which each micro-batch has its own cp train as plain PyTorch does: ranks share the rows of long
-samples, and each computes short ones whole."""
+"""Plans in which each micro-batch has its own cp train as plain PyTorch does: all ranks share the rows of
+long samples, subgroups of them those of shorter ones, and each computes short ones whole."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ STEPS, GLOBAL_BATCH = 2, 12
 LONGEST_WHOLE = 14  # tokens of a sample that one rank may compute whole
 
 FAST = [(2, "cp=2 micro_batch=1")]
-# model -> (ranks, pins): pins without a section are of the model's one section; "bf16" is the dtype
+# model -> (ranks, pins): pins without a section are of the model's one section; "bf16" is the dtype,
+# "by=2" deals to subgroups of 2 ranks only
 ROWS: dict[str, list[tuple[int, str]]] = {
     "llama_tail": [
         *FAST,
@@ -39,17 +40,43 @@ ROWS: dict[str, list[tuple[int, str]]] = {
         (4, "cp=2 tp=2 micro_batch=2 recompute=full"),
         (4, "cp=2 dp=2 micro_batch=1 sharding=zero3 recompute=selective"),
         (4, "cp=4 micro_batch=1 bf16"),
+        (4, "cp=4 micro_batch=1"),
+        (4, "cp=4 micro_batch=2 by=2"),
+        (4, "cp=4 micro_batch=2 sharding=zero3 recompute=full by=2"),
+        (4, "cp=4 micro_batch=2 attention=gather recompute=selective sharding=zero1 by=2"),
+        (8, "cp=4 tp=2 micro_batch=1 by=2"),
+        (8, "cp=4 dp=2 micro_batch=1 sharding=zero2 by=2"),
+        (4, "cp=4 micro_batch=2 bf16 by=2"),
+        (6, "cp=6 micro_batch=1 by=3"),
+        (6, "cp=6 micro_batch=1 attention=gather by=2"),
     ],
-    "llama_tail_left": [(4, "cp=2 dp=2 sharding=zero2 micro_batch=2")],
+    "llama_tail_left": [
+        (4, "cp=2 dp=2 sharding=zero2 micro_batch=2"),
+        (4, "cp=4 micro_batch=2 by=2"),
+    ],
     "qwen_distil": [
         (6, "teacher.cp=4 student.cp=2 teacher.micro_batch=2"),
         (4, "teacher.dp=2 student.cp=2 student.sharding=zero3"),
         (3, "teacher.cp=2 student.dp=1"),
+        (6, "teacher.cp=4 student.cp=2 teacher.micro_batch=2 by=2"),
+        (5, "teacher.dp=1 student.cp=4 student.sharding=zero3 student.recompute=full by=2"),
     ],
-    "whisper_padded": [(5, "encoder.dp=1 decoder.cp=4 decoder.recompute=full")],
-    "gemma3": [(4, "vision_tower.dp=2 language_model.cp=2 language_model.micro_batch=2")],
-    "qwen2_5_vl": [(5, "visual.dp=1 language_model.cp=4 language_model.sharding=zero1")],
-    "t5": [(4, "encoder.cp=2 decoder.cp=2 decoder.sharding=zero3")],
+    "whisper_padded": [
+        (5, "encoder.dp=1 decoder.cp=4 decoder.recompute=full"),
+        (5, "encoder.dp=1 decoder.cp=4 decoder.micro_batch=2 by=2"),
+    ],
+    "gemma3": [
+        (4, "vision_tower.dp=2 language_model.cp=2 language_model.micro_batch=2"),
+        (5, "vision_tower.dp=1 language_model.cp=4 language_model.micro_batch=2 by=2"),
+    ],
+    "qwen2_5_vl": [
+        (5, "visual.dp=1 language_model.cp=4 language_model.sharding=zero1"),
+        (5, "visual.dp=1 language_model.cp=4 language_model.recompute=full by=2"),
+    ],
+    "t5": [
+        (4, "encoder.cp=2 decoder.cp=2 decoder.sharding=zero3"),
+        (4, "encoder.cp=4 decoder.cp=4 by=2"),
+    ],
 }
 
 
@@ -58,27 +85,31 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refere
     return cache(lambda name: ReferencedModel(name, tmp_path_factory.mktemp(name), STEPS))
 
 
-def limit_whole_samples(made: CompiledPlan, tokens: int) -> CompiledPlan:
-    """The plan with memory for samples of at most so many tokens on one rank of cp."""
+def limit_subgroups(made: CompiledPlan, tokens: int, ranks: int) -> CompiledPlan:
+    """The plan with memory for samples of at most so many tokens on one rank of cp (0: as it is), dealt to
+    subgroups of `ranks` ranks only (0: of any size)."""
     sizes = {s.name: 1 if s.kind == "rows" else tokens for s in made.plan.symbols}
-    sections = tuple(
-        replace(s, undivided_bytes=evaluate_expr(s.undivided.saved, sizes)) if s.may_deal else s
-        for s in made.plan.sections
-    )
-    return replace(made, plan=replace(made.plan, sections=sections))
+
+    def limit(section: Section) -> Section:
+        if not section.may_deal:
+            return section
+        whole = section.subgroups[0].cost.saved
+        limited = replace(section, subgroup_bytes=evaluate_expr(whole, sizes)) if tokens else section
+        found = tuple(s for s in section.subgroups if s.ranks == ranks) if ranks else section.subgroups
+        return replace(limited, subgroups=found)
+
+    return replace(made, plan=replace(made.plan, sections=tuple(map(limit, made.plan.sections))))
 
 
-def count_forwards(trace: Path, section: Section) -> tuple[int, int]:
-    """Counts forwards in a run's trace: those that one rank of cp computed whole, and those that all ranks of
-    a replica share."""
+def count_forwards(trace: Path, section: Section) -> Counter[int]:
+    """Counts forwards in a run's trace by how many ranks of cp share the rows."""
     computed: Counter[tuple[int, ...]] = Counter()
     for event in json.loads(trace.read_text())["traceEvents"]:
         args = event.get("args", {})
         if args.get("kind") == "F" and args.get("section") == section.name and args["samples"]:
             computed[tuple(args["samples"])] += 1
-    ranks, mesh = list(computed.values()), section.mesh
-    assert set(ranks) <= {mesh.tp, mesh.tp * mesh.cp}
-    return ranks.count(mesh.tp), ranks.count(mesh.tp * mesh.cp)
+    assert all(ranks % section.mesh.tp == 0 for ranks in computed.values())
+    return Counter(ranks // section.mesh.tp for ranks in computed.values())
 
 
 @pytest.mark.gloo
@@ -93,21 +124,23 @@ def count_forwards(trace: Path, section: Section) -> tuple[int, int]:
 def test_dealt_samples_train_as_plain_pytorch(
     captured: Callable[[str], ReferencedModel], name: str, ranks: int, pins: str, tmp_path: Path
 ) -> None:
-    model, dtype = captured(name), "bf16" if "bf16" in pins.split() else ""
-    wanted = tuple(pin if "." in pin else f"model.{pin}" for pin in pins.split() if "=" in pin)
+    words = pins.split()
+    model, dtype = captured(name), "bf16" if "bf16" in words else ""
+    size = next((int(w.removeprefix("by=")) for w in words if w.startswith("by=")), 0)
+    wanted = tuple(w if "." in w else f"model.{w}" for w in words if "=" in w and not w.startswith("by="))
     wanted += tuple(f"{pin.partition('.')[0]}.cp_per=micro_batch" for pin in wanted if ".cp=" in pin)
     made = model.plan_with(
         CompileOptions(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=wanted, dtype=dtype)
     )
     assert set(wanted) <= set(plan_pins(made.plan))
-    if name == "llama_tail":
-        made = limit_whole_samples(made, LONGEST_WHOLE)
+    made = limit_subgroups(made, LONGEST_WHOLE if name == "llama_tail" else 0, size)
     trace = tmp_path / "trace.json"
     assert model.list_differences(made, tmp_path, "--trace", str(trace)) == []
     for section in (s for s in made.plan.sections if s.may_deal):
-        whole, shared = count_forwards(trace, section)
-        assert whole > 1
-        assert shared > 0 or name != "llama_tail"
+        forwards, cp = count_forwards(trace, section), section.mesh.cp
+        assert set(forwards) <= {cp, *(s.ranks for s in section.subgroups)}
+        assert sum(count for ranks, count in forwards.items() if ranks < cp) > 1 or not section.subgroups
+        assert forwards[cp] > 0 or size or name != "llama_tail"
 
 
 @pytest.mark.gloo
@@ -163,7 +196,7 @@ def test_packed_samples_are_dealt(name: str, ranks: int, pins: str, tmp_path: Pa
         pack="always",
     )
     found = train_distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run", "--trace", str(trace))
-    whole, _ = count_forwards(trace, made.plan.user_sections[0])
-    assert is_packed(made.plan.inputs) and whole > 1
+    forwards = count_forwards(trace, made.plan.user_sections[0])
+    assert is_packed(made.plan.inputs) and forwards[1] > 1
     expected = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
     assert list(find_differences(found, expected)) == []

@@ -49,7 +49,7 @@ from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_section
 from secc.ir.dialect.ops import GraphOp, SectionOp
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.plan.expr_eval import evaluate_expr, evaluate_expr_columns
-from secc.runtime.plan.schema import Cost, rank_position
+from secc.runtime.plan.schema import Cost, SubgroupCost, rank_position
 
 # Attributes of a section: measured over modelled times in permille, written by `secc.driver.replan_from_run`.
 MEASURED_PERMILLE_ATTRIBUTES = ("forward_permille", "backward_permille")
@@ -159,8 +159,11 @@ class Workload:
     cached_layers: dict[str, int] = field(
         init=False, repr=False, compare=False, default_factory=dict[str, int]
     )
-    cached_rank_loads: dict[tuple[str, ReplicaShape], SectionLoad] = field(
-        init=False, repr=False, compare=False, default_factory=dict[tuple[str, ReplicaShape], SectionLoad]
+    cached_rank_loads: dict[tuple[str, ReplicaShape, str], SectionLoad] = field(
+        init=False,
+        repr=False,
+        compare=False,
+        default_factory=dict[tuple[str, ReplicaShape, str], SectionLoad],
     )
     cached_sizes: dict[tuple[frozenset[str], int], dict[str, int]] = field(
         init=False,
@@ -220,14 +223,15 @@ class Workload:
         kinds = tuple(replace(work, may_offload=True) for work in self.by_kind)
         return replace(self, may_offload=True, by_kind=kinds)
 
-    def rank_load(self, load: SectionLoad, shape: ReplicaShape) -> SectionLoad:
-        """Load of a section on one rank of its replicas of this shape (memoised)."""
-        key = load.name, shape
+    def rank_load(self, load: SectionLoad, shape: ReplicaShape, attention: str = "") -> SectionLoad:
+        """Load of a section on one rank of its replicas of this shape (memoised). attention: how its ranks of
+        cp attend to each other's rows; by default as is pinned, or faster."""
+        key = load.name, shape, attention
         if key not in self.cached_rank_loads:
             self.cached_rank_loads[key] = (
-                compute_rank_load(load, shape, self.cluster)
+                compute_rank_load(load, shape, self.cluster, attention)
                 if shape.offload != "optimizer"
-                else replace(self.rank_load(load, shape._replace(offload="none")), shape=shape)
+                else replace(self.rank_load(load, shape._replace(offload="none"), attention), shape=shape)
             )
         return self.cached_rank_loads[key]
 
@@ -311,13 +315,21 @@ def _share_outside_layers(graph: GraphOp, load: SectionLoad, cluster: Cluster) -
     return Fraction(round(100 * min(1, outside / whole)), 100) if whole else Fraction(0)
 
 
-def compute_rank_load(whole: SectionLoad, shape: ReplicaShape, cluster: Cluster) -> SectionLoad:
-    """Load of a section on one rank of its replicas of this shape, given the whole section's load."""
+def compute_rank_load(
+    whole: SectionLoad, shape: ReplicaShape, cluster: Cluster, attention: str = ""
+) -> SectionLoad:
+    """Load of a section on one rank of its replicas of this shape, given the whole section's load. attention:
+    see `Workload.rank_load`."""
     device, mode, (tp, pp, cp, ep, backward_parts, offload, chunks, _) = cluster.device, whole.mode, shape
     stages = whole.stage_shares(pp, chunks)
     whole_rows = cost_with_expert_parts(whole.cost, tp, ep, stages)
     attention = cp_scaling.choose_row_attention(
-        whole.cost, whole_rows, tp, cp, cluster, get_string(whole.section, "pinned_attention") or ""
+        whole.cost,
+        whole_rows,
+        tp,
+        cp,
+        cluster,
+        attention or get_string(whole.section, "pinned_attention") or "",
     )
     cost = cp_scaling.cost_on_rows(whole_rows, cp, attention)
     priced = cost_under_framework(cost, tp, device.framework)
@@ -931,17 +943,21 @@ def _micro_batch_times(
     return load.cached_numbers[key]
 
 
-def undivided_cost(work: Workload, load: SectionLoad, c: Candidate, ranks: int = 1) -> Cost:
-    """The cost of samples that one rank of cp computes whole, or some `ranks` of it together. `load` is the
-    section's. What a rank keeps includes what it needs temporarily, and the tensors of edges of all samples
-    that its replica computes meanwhile."""
-    whole = work.rank_load(load, c.shape._replace(cp=ranks))
-    span = _replica_span(work, work.rank_load(load, c.shape), c.dp)
-    times = micro_batch_time_expressions(work, whole, c.dp, c.sharding, c.recompute, span)
-    edges = [f"{1 + c.cp // ranks}*({text})" for text in _edge_size_expressions(work, load)]
-    working = max_expr([text for text in _working_expressions(whole, c.recompute) if text != "0"] or ["0"])
-    saved = " + ".join([whole.cost_under_recompute(c.recompute).saved, working, *edges])
-    return Cost(*times, label=whole.label, saved=saved)
+def subgroup_costs(work: Workload, load: SectionLoad, c: Candidate) -> tuple[SubgroupCost, ...]:
+    """The costs of samples that some ranks of cp compute without the others, for each number of ranks by
+    which the ranks of cp can be divided. `load` is the section's. What a rank keeps includes what it needs
+    temporarily, and the tensors of edges of all samples that its replica computes meanwhile."""
+    all_ranks = work.rank_load(load, c.shape)
+    span = _replica_span(work, all_ranks, c.dp)
+    found: list[SubgroupCost] = []
+    for ranks in (n for n in range(1, c.cp) if c.cp % n == 0):
+        own = work.rank_load(load, c.shape._replace(cp=ranks), all_ranks.row_attention)
+        times = micro_batch_time_expressions(work, own, c.dp, c.sharding, c.recompute, span)
+        edges = [f"{1 + c.cp // ranks}*({text})" for text in _edge_size_expressions(work, load)]
+        working = max_expr([text for text in _working_expressions(own, c.recompute) if text != "0"] or ["0"])
+        saved = " + ".join([own.cost_under_recompute(c.recompute).saved, working, *edges])
+        found.append(SubgroupCost(ranks, Cost(*times, label=own.label, saved=saved)))
+    return tuple(found)
 
 
 def memory_on_rank(

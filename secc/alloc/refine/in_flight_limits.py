@@ -64,10 +64,10 @@ def in_flight_limit(
     return InFlightLimit(count, size // c.chunks)
 
 
-def undivided_limit(
+def subgroup_limit(
     work: Workload, asked: Problem, assignment: Assignment, value: PlanValue, section: str, prefetched: int
 ) -> int:
-    """Bytes that a rank of cp may need for samples that it computes whole: its room in flight; without a
+    """Bytes that a rank of cp may need for samples that its subgroup computes: its room in flight; without a
     backward what the largest sample needs, and an equal share of the memory that its rank has left besides
     `prefetched` bytes, if no section there has a backward."""
     if room := in_flight_limit(work, asked, assignment, value, section).size_bytes:

@@ -27,13 +27,13 @@ from secc.alloc.problem.candidates import (
     candidate_memory,
     gradient_and_optimizer_ns,
     micro_batch_time_expressions,
-    undivided_cost,
+    subgroup_costs,
     weight_gradient_permille,
 )
 from secc.alloc.problem.closed_form import evaluate_assignment as value
 from secc.alloc.problem.types import Assignment, Candidate, Problem
 from secc.alloc.refine import prefetch_memory as ahead
-from secc.alloc.refine.in_flight_limits import InFlightLimit, in_flight_limit, undivided_limit
+from secc.alloc.refine.in_flight_limits import InFlightLimit, in_flight_limit, subgroup_limit
 from secc.cluster import GIB
 from secc.cost.model import roofline
 from secc.cost.model.cost_expressions import scale_expression
@@ -139,14 +139,14 @@ class PlanEvaluator:
         prefetch_bytes, _ = ahead.choose_prefetch_memory(
             self.work, self.problem, assignment, closed_form, self.run_ahead
         )
-        whole_limit = partial(undivided_limit, self.work, self.problem, assignment, closed_form)
+        subgroup_room = partial(subgroup_limit, self.work, self.problem, assignment, closed_form)
         stages = {
             s: self._build_stages(
                 s,
                 c,
                 ranks[group[s]],
                 partial(limit_of, s),
-                whole_limit(s, prefetch_bytes) if c.cp_per == "micro_batch" else 0,
+                subgroup_room(s, prefetch_bytes) if c.cp_per == "micro_batch" else 0,
             )
             for s, c in chosen.items()
         }
@@ -200,7 +200,7 @@ class PlanEvaluator:
         c: Candidate,
         ranks: Sequence[int],
         room_at: Callable[[int], InFlightLimit],
-        undivided_bytes: int,
+        subgroup_bytes: int,
     ) -> list[Section]:
         """Stages of a section, or the section itself without a pipeline."""
         work, load = self._rank_load(section, c)
@@ -239,10 +239,8 @@ class PlanEvaluator:
                 chunks=c.chunks,
                 placement=c.placement,
                 cp_per=c.cp_per,
-                undivided=undivided_cost(work, work.loads[section], c)
-                if c.cp_per == "micro_batch"
-                else Cost(),
-                undivided_bytes=undivided_bytes,
+                subgroups=subgroup_costs(work, work.loads[section], c) if c.cp_per == "micro_batch" else (),
+                subgroup_bytes=subgroup_bytes,
                 whole_batch=bool(self.work.whole_batch_kind(load)),
             )
             stages.append(

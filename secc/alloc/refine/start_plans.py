@@ -8,6 +8,8 @@ What closed forms misjudge differs from kind to kind, so these plans may be bett
   waits for another one.
 - The pipeline on most ranks in two and four times as many stages: one very long sample delays its replica,
   and fewer replicas with more stages suffer less from that.
+- Without stages, where the best plan has stages with context parallelism: closed forms take means, and there
+  are few long samples for each of the replicas that stages need.
 - Without sections that use their in-flight budget in several rounds, also where all are apart, because the
   budget is also held while consumers wait for others.
 """
@@ -57,6 +59,9 @@ class _StartSolver:
 
     def plans_by_strategy(self, problem: Problem, best: Assignment) -> Iterator[Assignment]:
         """Yields the start plans that all searches have."""
+        if any(c.pp > 1 and c.cp > 1 for c in (problem.sections[s][i] for s, i in best.choice.items())):
+            without_stages = self.solve_within_limit(exclude_candidates(problem, lambda c: c.pp > 1))
+            yield from () if without_stages is None else (without_stages,)
         if problem.strategy != "auto" or len(problem.sections) < 2:
             return
         groups = len(set(best.group.values()))

@@ -91,3 +91,15 @@ def test_more_stages_are_a_start_although_fewer_are_faster() -> None:
     assert {4, 8} <= {
         problem.sections["large"][a.choice["large"]].pp for a in start_plans(problem, best.assignment, 0.0)
     }
+
+
+def test_no_stages_are_a_start_although_stages_with_cp_are_faster() -> None:
+    ways = tuple(
+        Candidate(dp=1, micro_batch=1, time_ns=100 - n, micro_batches=1, memory=0, pp=n, cp=8 // n)
+        for n in (1, 2)
+    )
+    problem = Problem({"lm": ways}, (), 8, capacity=1 << 20)
+    best = solve_allocation(problem)
+    assert best is not None and chosen(problem, best.assignment)[0].pp == 2
+    (start,) = start_plans(problem, best.assignment, 0.0)
+    assert chosen(problem, start)[0].pp == 1

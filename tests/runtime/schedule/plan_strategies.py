@@ -9,7 +9,17 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from secc.runtime.plan.schema import PLAN_VERSION, Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol
+from secc.runtime.plan.schema import (
+    PLAN_VERSION,
+    Cost,
+    Edge,
+    Mesh,
+    ModelRef,
+    Plan,
+    Section,
+    SubgroupCost,
+    Symbol,
+)
 from secc.runtime.plan.step_program import SampleMeta, owes_backward
 
 SYMBOLS = (Symbol("B", "rows", "ids", 0), Symbol("S", "width", "ids", 1), Symbol("I", "rows", "images", 0))
@@ -116,12 +126,17 @@ def with_memory_bound(draw: st.DrawFn, section: Section) -> Section:
 
 @st.composite
 def with_dealt_samples(draw: st.DrawFn, section: Section) -> Section:
-    """Draws whether the ranks of cp divide every sample of a section, or may compute different samples."""
+    """Draws whether the ranks of cp divide every sample of a section, or subgroups of them may compute
+    different samples."""
     if section.mesh.cp == 1 or section.mesh.ep > 1 or draw(st.booleans()):
         return section
-    undivided = Cost(draw(cost_texts), draw(cost_texts), saved="10*B*S")
+    degrees = [n for n in range(1, section.mesh.cp) if section.mesh.cp % n == 0]
+    subgroups = tuple(
+        SubgroupCost(n, Cost(draw(cost_texts), draw(cost_texts), saved=f"10*B*S//{n}"))
+        for n in draw(st.sampled_from([degrees, degrees[:1], degrees[-1:]]))
+    )
     limit = draw(st.sampled_from([0, 100, 300, 1 << 40]))
-    return dataclasses.replace(section, cp_per="micro_batch", undivided=undivided, undivided_bytes=limit)
+    return dataclasses.replace(section, cp_per="micro_batch", subgroups=subgroups, subgroup_bytes=limit)
 
 
 def with_expert_parts(draw: st.DrawFn, made: Sequence[Section]) -> list[Section]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from secc.bounds.bounds import schedule_bound
 from secc.runtime.plan.dealt_samples import DealtMicroBatches
 from secc.runtime.plan.predicted_costs import PredictedCosts
-from secc.runtime.plan.schema import Cost, Plan
+from secc.runtime.plan.schema import Cost, Plan, SubgroupCost
 from secc.runtime.plan.step_program import SampleMeta
 from secc.runtime.schedule.scheduler import schedule_with_makespan
 from secc.runtime.validation.full_check import check_schedule
@@ -27,9 +27,10 @@ def dealing_plan(
     exchange: int = 20,
     most_bytes: int = 100,
     sharding: str = "none",
+    degrees: Sequence[int] = (1,),
 ) -> Plan:
-    """A decoder on ranks that exchange keys and values for each divided micro-batch. A rank has room for
-    `most_bytes` tokens of whole samples."""
+    """A decoder on ranks that exchange keys and values for each micro-batch, the longer the more of
+    them share its rows. A rank has room for `most_bytes` tokens of dealt samples."""
     lm = make_section(
         "lm",
         range(replicas * cp),
@@ -42,8 +43,18 @@ def dealing_plan(
     lm = dataclasses.replace(
         lm,
         cp_per="micro_batch",
-        undivided=Cost("B*S", "2*B*S", saved="B*S"),
-        undivided_bytes=most_bytes,
+        subgroups=tuple(
+            SubgroupCost(
+                n,
+                Cost(
+                    f"{exchange * (n - 1) // (cp - 1)} + B*S//{n}",
+                    f"{2 * (exchange * (n - 1) // (cp - 1))} + 2*B*S//{n}",
+                    saved=f"B*S//{n}",
+                ),
+            )
+            for n in degrees
+        ),
+        subgroup_bytes=most_bytes,
     )
     return make_plan([lm], [], replicas * cp)
 
@@ -76,6 +87,26 @@ def test_samples_that_fit_no_rank_whole_are_divided() -> None:
     assert sorted(m.samples for m in step.micro_batches["lm"]) == [(0,), (1,), (2,), (3,)]
 
 
+def test_samples_that_fit_two_ranks_are_computed_by_pairs() -> None:
+    """One of four ranks cannot hold the long ones, so two share each of them; short ones have one each."""
+    p, samples = dealing_plan(degrees=(1, 2)), make_samples([150, 150, 60, 60, 60, 60])
+    step, makespan = schedule_with_makespan(p, samples)
+    assert sorted(m.samples for m in step.micro_batches["lm"]) == [(0, 1), (2, 3, 4, 5)]
+    assert makespan == 3 * (6 + 75) + 3 * 60
+    dealt = DealtMicroBatches(p, samples, None)
+    long, short = sorted(step.micro_batches["lm"], key=lambda m: m.samples)
+    assert [dealt.own_part(long, rank).samples for rank in range(4)] == [(0,), (0,), (1,), (1,)]
+    assert [dealt.own_part(short, rank).samples for rank in range(4)] == [(2,), (3,), (4,), (5,)]
+    assert (dealt.subgroup_size(long), dealt.subgroup_size(short)) == (2, 1)
+
+
+def test_a_larger_subgroup_is_taken_where_ranks_would_be_idle() -> None:
+    p, samples = dealing_plan(degrees=(1, 2)), make_samples([90, 80])
+    step, makespan = schedule_with_makespan(p, samples)
+    assert [m.samples for m in step.micro_batches["lm"]] == [(0, 1)] and makespan == 3 * (6 + 45)
+    assert DealtMicroBatches(p, samples, None).subgroup_size(step.micro_batches["lm"][0]) == 2
+
+
 def test_samples_are_divided_where_that_costs_no_exchange() -> None:
     """Of unequal samples, ranks with short ones would wait."""
     p, samples = dealing_plan(exchange=0), make_samples([80, 40, 20, 10])
@@ -94,16 +125,24 @@ def test_ranks_without_a_sample_are_idle() -> None:
 @given(
     st.lists(st.integers(1, 200), min_size=1, max_size=24),
     st.sampled_from([1, 2]),
-    st.sampled_from([2, 3, 4]),
+    st.sampled_from([2, 3, 4, 8]),
     st.integers(1, 3),
     st.sampled_from([0, 30, 100, 1000]),
     st.sampled_from(["none", "zero3"]),
+    st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
 def test_each_sample_is_computed_once_within_memory(
-    lengths: list[int], replicas: int, cp: int, micro_batch: int, room: int, sharding: str
+    lengths: list[int],
+    replicas: int,
+    cp: int,
+    micro_batch: int,
+    room: int,
+    sharding: str,
+    all_degrees: bool,
 ) -> None:
-    p = dealing_plan(replicas, cp, micro_batch, most_bytes=room, sharding=sharding)
+    degrees = [n for n in range(1, cp) if cp % n == 0] if all_degrees else [1]
+    p = dealing_plan(replicas, cp, micro_batch, most_bytes=room, sharding=sharding, degrees=degrees)
     samples, section = make_samples(lengths), p.sections[0]
     step, makespan = schedule_with_makespan(p, samples)
     check_schedule(p, samples, step)
@@ -117,8 +156,10 @@ def test_each_sample_is_computed_once_within_memory(
             assert len(m.samples) <= micro_batch
             parts = parts[:1]
         else:
-            tokens = [len(part) * max((lengths[p] for p in part), default=0) for part in parts]
+            size = dealt.subgroup_size(m)
+            parts = parts[::size]
+            tokens = [len(part) * max((lengths[p] for p in part), default=0) // size for part in parts]
             assert max(map(len, parts)) <= micro_batch and max(tokens) <= room
-            assert forward == max(tokens)
+            assert forward == max(tokens) + 20 * (size - 1) // (cp - 1)
         seen += [p for part in parts for p in part]
     assert sorted(seen) == list(range(len(lengths)))

@@ -37,9 +37,10 @@ def test_outputs_are_gathered_in_evaluations_only(evaluates: bool) -> None:
 
     def run(group: ThreadGroup) -> tuple[Tensors, int]:
         section = Section(model)
-        section.row_group = CountingGroup(group.index, group.size, group._exchange)  # pyright: ignore
-        _, terms = section(SectionCase("whole"), {"x": x}, {}, evaluates)
-        return terms, section.row_group.gathers
+        rows = CountingGroup(group.index, group.size, group._exchange)  # pyright: ignore
+        section.row_groups = {2: rows}  # pyright: ignore
+        _, terms = section(SectionCase("whole"), {"x": x}, {}, evaluates, 2)
+        return terms, rows.gathers
 
     for terms, gathers in run_thread_ranks(2, run):
         assert torch.allclose(terms["loss"], expected.square().sum())
