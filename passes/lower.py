@@ -83,7 +83,7 @@ def _lower_section(graph: GraphOp, section: str, cases: Sequence[CaseOp]) -> Non
         names.append(
             make_unique(
                 _method_name(found)
-                + ("_anew" if recorded_glue.RERECORD_ATTRIBUTE in case.attributes else ""),
+                + ("_rerecorded" if recorded_glue.RERECORD_ATTRIBUTE in case.attributes else ""),
                 names,
             )
         )

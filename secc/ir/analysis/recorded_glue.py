@@ -2,7 +2,7 @@
 block, of what it is made from.
 
 The graph's attribute `recorded` holds, as JSON, what ranks must know to record
-(`secc.runtime.plan.schema.Recorded`). A case with such glue has the attribute `anew`.
+(`secc.runtime.plan.schema.Recorded`). A case with such glue has the attribute `rerecord`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Attribute, Operation
 
 RECORDED_ATTRIBUTE = "recorded"  # of a graph
-RERECORD_ATTRIBUTE = "anew"  # of a case, and of a body that lower cuts out of one
+RERECORD_ATTRIBUTE = "rerecord"  # of a case, and of a body that lower cuts out of one
 FALLBACK_ATTRIBUTE = "spare"  # of a fallback case, for branches that no capture took; it may be dropped
 RECORDED_PREFIX = "recorded."  # of the target of a glue op
 
