@@ -37,12 +37,12 @@ CASES = [
     ("qwen_distil", 2, "apart"),
     ("qwen_distil", 4, "auto"),
     ("whisper_tiny", 2, "auto"),
-    ("internvl_tiny", 3, "apart"),
     ("padded_mean", 3, "colocate"),
-    ("vlm_digits", 3, "apart"),
     ("autograd_functions", 2, "apart"),
 ]
 SLOW = [
+    ("internvl_tiny", 3, "apart"),
+    ("vlm_digits", 3, "apart"),
     ("vlm_digits", 2, "colocate"),
     ("vlm_digits", 4, "apart"),
     ("llava_tiny", 4, "apart"),

@@ -29,10 +29,11 @@ WAYS = {
     "drawn_masks": [(3, "apart", ("head.dp=2", "head.micro_batch=1", "vision.micro_batch=3"))],
     "random_parts": [(3, "apart", ("model.dp=2", "model.micro_batch=1"))],
 }
+SLOW = ("gpt2_dropout", "random_parts")
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in WAYS])
 def test_random_ops_draw_the_same_under_any_plan(name: str, tmp_path: Path) -> None:
     model = write_recording_model(name, tmp_path, MODELS)
     assert compile_and_write(

@@ -152,6 +152,7 @@ def test_ranks_train_with_several_recording_processes(tmp_path: Path) -> None:
     assert all(m["exposed_s"] >= 0 for m in steps) and steps[0]["recording_s"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_images_that_a_mask_picks_train_as_plain_pytorch(tmp_path: Path) -> None:
     """Most captures have five images by chance; the plan must hold for any number of them."""

@@ -11,7 +11,7 @@ import pytest
 from tools.zoo import CAUSES, EXACT, Row, look, print_table, summarize
 from tools.zoo_models import entries, entry
 
-QUICK = ("gemma3", "qwen2_audio", "gpt_oss", "qwen3_vl")
+QUICK = ("gemma3", "qwen2_audio", "gpt_oss")
 SLOW = [e.name for e in entries() if e.name not in QUICK]
 
 

@@ -13,6 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     collect_ignore = [
         "test_bench_kernels.py",
         "test_compile.py",
+        "test_gpu_day.py",
         "test_interpreter.py",
         "test_memory.py",
         "test_launch_tuning.py",

@@ -18,7 +18,7 @@ ABSOLUTE_NORM_FLOOR = 0.05  # errors relative to smaller norms count as absolute
 
 def example_count(n: int) -> int:
     """Returns the number of hypothesis examples: fewer through the interpreter, which is slow."""
-    return n // 2 if KERNELS_INTERPRETED else n
+    return n // 3 if KERNELS_INTERPRETED else n
 
 
 def tensor_seeds() -> st.SearchStrategy[int]:

@@ -42,7 +42,8 @@ def graph(*glue: str) -> GraphOp:
     """A case whose decoder takes the tangent of what the encoder sends, and spare cases with other glue."""
     cases = CASE.format(name="c0", glue=TANH.format(section="decoder"), marked="")
     cases += "".join(
-        CASE.format(name=f"c{i}", glue=g, marked="attributes {rerecord, spare}") for i, g in enumerate(glue, 1)
+        CASE.format(name=f"c{i}", glue=g, marked="attributes {rerecord, spare}")
+        for i, g in enumerate(glue, 1)
     )
     return graph_of(module_text.parse_module(GRAPH.format(cases=cases)))
 
