@@ -30,6 +30,7 @@ from secc.alloc.problem.candidates import (
     Workload,
     build_workload,
     compute_rank_load,
+    divide_in_flight_room,
     in_flight_alternating,
     least_in_flight,
     memory_on_rank,
@@ -253,9 +254,12 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
         held = [s for s in graph.sections if set(_ranks_of(s)) & set(_ranks_of(stage))] or [stage]
         memory = sum(_rank_memory(work, _rank_load(work, s)) for s in held)
         stage.attributes["memory_gib"] = float_attr(round(memory / GIB, 4))
-        stage.attributes["room_bytes"] = int_attr(
-            _in_flight_bytes(work, _rank_load(work, stage), memory, len(held))
-        )
+        pipeline = get_string(stage, "pipeline") or ""
+        own = [s for s in held if get_string(s, "pipeline") == pipeline]
+        rooms = sum(_in_flight_bytes(work, _rank_load(work, s), memory, len(held)) for s in own)
+        largest = _held_micro_batches(work, _rank_load(work, stage))[1].largest_sample
+        shape, place = _pipeline_shape(stage, counts[pipeline])
+        stage.attributes["room_bytes"] = int_attr(divide_in_flight_room(shape, place, rooms, largest))
 
 
 def _weight_permille(work: Workload, load: SectionLoad) -> int:
@@ -316,14 +320,25 @@ def _in_flight_limit(work: Workload, load: SectionLoad, parts: int) -> int:
     """
     if given := int(get_number(load.section, "in_flight") or 0):
         return given
-    chunks = int(get_number(load.section, "chunks") or 1)
-    pp = parts // chunks
-    least = least_in_flight(pp, chunks, int(get_number(load.section, "stage") or 0))
+    shape, stage = _pipeline_shape(load.section, parts)
+    least = least_in_flight(shape.pp, shape.chunks, stage)
     _, rank = _held_micro_batches(work, load)
-    usable = work.cluster.view_of_ranks(_ranks_of(load.section)).device.usable_memory // chunks
-    return next(
-        (n for n in range(IN_FLIGHT_PER_STAGE * pp, least, -1) if rank.total_bytes(n) <= usable), least
-    )
+    usable = work.cluster.view_of_ranks(_ranks_of(load.section)).device.usable_memory
+    most = divide_in_flight_room(shape, stage, IN_FLIGHT_PER_STAGE * shape.stages)
+    if shape.chunks == 1:
+        return next((n for n in range(most, least, -1) if rank.total_bytes(n) <= usable), least)
+    others = shape.chunks * (rank.fixed + rank.gradients)  # of all stages on the rank
+    room = divide_in_flight_room(shape, stage, max(0, usable - others), rank.largest_sample)
+    return max(least, min(most, room // max(1, rank.activation)))
+
+
+def _pipeline_shape(stage: SectionOp, parts: int) -> tuple[ReplicaShape, int]:
+    """The number of ranks and chunks of a pipeline with `parts` stages, as far as in-flight limits depend on
+    them, and the number of one of its stages."""
+    chunks = int(get_number(stage, "chunks") or 1)
+    placement = get_string(stage, "placement") or "loop"
+    shape = ReplicaShape(pp=parts // chunks, chunks=chunks, placement=placement)
+    return shape, int(get_number(stage, "stage") or 0)
 
 
 def _rank_memory(work: Workload, load: SectionLoad) -> int:

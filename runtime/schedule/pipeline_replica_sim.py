@@ -7,8 +7,9 @@ the other ranks it takes a third of the time, so two orders of one replica are c
 
 A rank with several stages (chunks of layers) alternates: after a backward, a ready forward comes before the
 next backward (without that, interleaved 1F1B would take up to 30% longer). It takes from its last stage
-first. Only in a loop, forwards go through the stages in rounds of as many micro-batches as there are ranks
-(interleaved 1F1B, Narayanan et al. 2021), because what a stage sends returns to the rank after so many.
+first, but whole backwards in a V from its first stage. Only in a loop, forwards go through the stages in
+rounds of as many micro-batches as there are ranks (interleaved 1F1B, Narayanan et al. 2021), because what a
+stage sends returns to the rank after so many.
 """
 
 from __future__ import annotations
@@ -143,20 +144,32 @@ class _SharedRankSimulation(_StageTimes):
     def __init__(self, replica: PipelineReplica, order: Sequence[int], ready: Sequence[int]) -> None:
         super().__init__(replica, order, ready)
         self.rank_of, self.count = replica.rank_of_stage, len(order)
+        self.is_loop = self.rank_of[replica.rank_count] == self.rank_of[0]
         # The stages of each rank, the last one first.
         self.stages_of: list[list[int]] = [[] for _ in range(replica.rank_count)]
         for s in reversed(range(len(self.rank_of))):
             self.stages_of[self.rank_of[s]].append(s)
+        self.backward_stages_of = [self.order_backward_stages(stages) for stages in self.stages_of]
         self.done = [[0] * len(self.rank_of) for _ in range(3)]  # forwards, backwards and W parts, by stage
         self.free_at = [0] * replica.rank_count
         self.after_backward = [False] * replica.rank_count
-        is_loop = replica.rank_of_stage[replica.rank_count] == replica.rank_of_stage[0]
-        self.round_size = replica.rank_count if is_loop else 0
+        self.round_size = replica.rank_count if self.is_loop else 0
         # (time, rank): when ranks look for a task
         self.wake_ups = [(0, rank) for rank in range(replica.rank_count)]
         first = self.rank_of[0]
         self.wake_ups += [(time, first) for time in sorted(set(self.forward_ready[0][:-1]))]
         heapify(self.wake_ups)
+
+    def order_backward_stages(self, stages: Sequence[int]) -> Sequence[int]:
+        """Returns a rank's stages in the order in which they take backwards; `stages` has the last one first.
+
+        In a V with whole backwards that is the first stage, because its backwards end micro-batches and so
+        let the next ones start. The last stage of all takes its backward right after its forward, as one
+        task.
+        """
+        if self.is_loop or self.weight_ends:
+            return stages
+        return sorted(stages, key=lambda s: (s != len(self.rank_of) - 1, s))
 
     def run(self) -> ReplicaTimeline:
         """Runs all tasks."""
@@ -171,11 +184,10 @@ class _SharedRankSimulation(_StageTimes):
         """Starts the most urgent task of a free rank, if there is one."""
         stages, (_, backwards, weights) = self.stages_of[rank], self.done
         backward = forward = -1
-        for s in stages:
+        for s in self.backward_stages_of[rank]:
             if backwards[s] < self.count and self.backward_ready[s + 1][backwards[s]] <= time:
                 backward = s
                 break
-        # A last stage takes its backward right after its forward, as one task.
         if backward < len(self.rank_of) - 1:
             forward = self.next_forward_stage(stages, time)
         if backward >= 0 and (forward < 0 or not self.after_backward[rank]):

@@ -702,6 +702,26 @@ def least_in_flight(pp: int, chunks: int, stage: int) -> int:
     return following if chunks == 1 else -(-following // chunks) + 1
 
 
+def divide_in_flight_room(shape: ReplicaShape, stage: int, room: int, largest: int = 0) -> int:
+    """Returns what a stage gets of `room`, bytes or micro-batches that its rank may hold in flight.
+
+    Of several stages on a rank, the earlier one holds a micro-batch longer, and more of them at once; each
+    gets a part in proportion to the least number that it must be able to hold, but no less than the largest
+    sample takes if there is room for it on each of them.
+    """
+    place = rank_position(stage, shape.pp, shape.placement)
+    on_rank = [s for s in range(shape.stages) if rank_position(s, shape.pp, shape.placement) == place]
+    weights = {s: least_in_flight(shape.pp, shape.chunks, s) for s in on_rank}
+    least = largest if largest * len(on_rank) <= room else 0
+    part, weights_left = room, sum(weights.values())
+    for s in sorted(on_rank, key=lambda s: (weights[s], s)):
+        part = max(least, -(-room * weights[s] // weights_left))
+        room, weights_left = room - part, weights_left - weights[s]
+        if s == stage:
+            break
+    return part
+
+
 def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica) -> int:
     """Idle time of a stage in a step: filling, draining, and waiting where long micro-batches follow short
     ones.
@@ -982,16 +1002,16 @@ def candidate_memory(work: Workload, load: SectionLoad, c: Candidate) -> RankMem
 
 
 def stage_in_flight_limit(work: Workload, load: SectionLoad, c: Candidate, stage: int) -> int:
-    """Number of micro-batches that pipeline stage `stage` may hold: up to `IN_FLIGHT_PER_STAGE * pp` where
-    memory allows, at least what `least_in_flight` says.
+    """Number of micro-batches that pipeline stage `stage` may hold: its part of up to
+    `IN_FLIGHT_PER_STAGE * pp` micro-batches on its rank where memory allows, at least what `least_in_flight`
+    says.
 
     `load` is that of a rank of the stage.
     """
+    rank, usable = candidate_memory(work, load, c), work.cluster.device.usable_memory
     least, most = least_in_flight(c.pp, c.chunks, stage), IN_FLIGHT_PER_STAGE * c.pp
-    rank = candidate_memory(work, load, c)
-    return next(
-        (n for n in range(most, least, -1) if rank.total_bytes(n) <= work.cluster.device.usable_memory), least
-    )
+    on_rank = next((n for n in range(most, 0, -1) if rank.total_bytes(n) <= usable), 0)
+    return max(least, divide_in_flight_room(c.shape, stage, c.chunks * on_rank))
 
 
 def _activation_bytes(work: Workload, load: SectionLoad, size: int, recompute: str) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from secc.alloc.problem.candidates import (
     Workload,
     candidate_memory,
+    divide_in_flight_room,
     in_flight_alternating,
     stage_in_flight_limit,
 )
@@ -48,7 +49,8 @@ def in_flight_limit(
         if c.pp > 1
         else 0
     )
-    counted = count or in_flight_alternating(work_on_kind, load, c.micro_batches)
+    # Stages that share a rank count parts of micro-batches; what the rank has room for does not depend on it.
+    counted = count if c.chunks == 1 and count else in_flight_alternating(work_on_kind, load, c.micro_batches)
     if (
         not count
         and section in work_on_kind.producing_sections
@@ -60,8 +62,9 @@ def in_flight_limit(
     holders = sum(
         group[s] == group[section] and load.mode != "forward" for s, load in work_on_kind.loads.items()
     )
-    size = in_flight_bytes(work_on_kind, candidate_memory(work_on_kind, load, c), counted, others, holders)
-    return InFlightLimit(count, size // c.chunks)
+    rank = candidate_memory(work_on_kind, load, c)
+    size = in_flight_bytes(work_on_kind, rank, counted, others, holders)
+    return InFlightLimit(count, divide_in_flight_room(c.shape, stage, size, rank.largest_sample // c.chunks))
 
 
 def subgroup_limit(
