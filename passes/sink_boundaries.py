@@ -7,6 +7,9 @@ other one is sent. The boundary of each pair of sections is a minimum cut
 rate of its devices, bytes at the bandwidth of the link, and a section takes over weights of up to an eighth
 of a device's memory. Where edges can carry no boundary, the two sections are merged. The sections' attribute
 `notes` says what was done.
+
+Fewer bytes need not make a shorter step: that blocks move is a proposal, which `secc.driver.section_variants`
+compares with a plan where they stay. `fixed` and `outcomes` are its answer.
 """
 
 from __future__ import annotations
@@ -49,21 +52,56 @@ WEIGHT_BUDGET_DIVISOR = 8  # the part of a device's memory that weights of other
 
 
 @dataclass(frozen=True)
+class CutOutcome:
+    """How moving blocks between two sections, "SRC>DST", was decided: step times in ns of the plan that was
+    taken and of the other (None: it fits no device), found by closed forms or, if `simulated`, by simulated
+    steps."""
+
+    pair: str
+    moved: bool
+    step_ns: int
+    other_ns: int | None
+    simulated: bool
+
+    def to_text(self) -> str:
+        """Returns the text that pass options hold."""
+        return f"{self.pair}:{self.moved:d}:{self.step_ns}:{self.other_ns or ''}:{self.simulated:d}"
+
+    @classmethod
+    def from_text(cls, text: str) -> CutOutcome:
+        """Reads what `to_text` has written."""
+        pair, moved, step_ns, other_ns, simulated = text.rsplit(":", 4)
+        return cls(pair, moved == "1", int(step_ns), int(other_ns) if other_ns else None, simulated == "1")
+
+    def __str__(self) -> str:
+        how = "as simulated" if self.simulated else "by closed forms"
+        src, _, dst = self.pair.partition(">")
+        other = f"if they stay in {src}" if self.moved else f"if blocks of {src} move into {dst}"
+        longer = "no plan fits" if self.other_ns is None else f"{self.other_ns / 10**9:.4g} s"
+        return f"a step of {self.step_ns / 10**9:.4g} s {how}, {longer} {other}"
+
+
+@dataclass(frozen=True)
 class SinkBoundaries(ModulePass):
     """Options. cluster: as `secc.cluster.parse_cluster` reads it; "" where none is known: then
     `flops_per_byte` FLOPs cost as much time as sending a byte, and a section may grow by the share `growth`
-    of its weights. pinned: sections that the user named, whose blocks stay."""
+    of its weights. pinned: sections that the user named, whose blocks stay. fixed: pairs "SRC>DST" of
+    sections between which only glue moves. outcomes: moves of blocks that were compared, as
+    `CutOutcome.to_text`."""
 
     name = "sink-boundaries"
     flops_per_byte: int = BoundaryPrices.flops_per_byte
     growth: float = BoundaryPrices.growth
     cluster: str = ""
     pinned: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    outcomes: tuple[str, ...] = ()
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
         while self._cut_all_pairs(graph):
             pass
+        self._note_outcomes(graph)
         drop_incompatible_fallbacks(graph)
         while problem := next(iter(build_edges(graph)[1]), None):
             crossing, reason = problem
@@ -81,7 +119,7 @@ class SinkBoundaries(ModulePass):
         names = [s.sym.data for s in graph.sections]
         for j, dst in enumerate(names):
             for src in names[:j]:
-                free = not {src, dst}.intersection(self.pinned)
+                free = not {src, dst}.intersection(self.pinned) and f"{src}>{dst}" not in self.fixed
                 prices, link = self._boundary_prices(graph), self._edge_link()
                 if not settle_boundary(graph, src, dst, prices, link, free):
                     if spare := find_fallback_cases(graph):
@@ -92,6 +130,16 @@ class SinkBoundaries(ModulePass):
                     )
                     return True
         return False
+
+    def _note_outcomes(self, graph: GraphOp) -> None:
+        """Adds how the moves of blocks were decided to the notes of the sections that take or would take
+        them."""
+        sections = {s.sym.data: s for s in graph.sections}
+        for outcome in map(CutOutcome.from_text, self.outcomes):
+            src, _, dst = outcome.pair.partition(">")
+            if dst in sections:
+                what = f"blocks of {src} moved here" if outcome.moved else f"blocks of {src} stay there"
+                add_section_notes(sections[dst], f"{what}: {outcome}")
 
     def _edge_link(self) -> Link | None:
         """The slowest link that edges between sections may have to use, None without a cluster."""

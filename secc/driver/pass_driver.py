@@ -40,6 +40,7 @@ from secc.frontend.tp_search.annotate_layouts import (
 from secc.ir.analysis.dataflow import get_number
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io.module_text import parse_module, print_module
+from secc.passes.sink_boundaries import SinkBoundaries
 from secc.runtime.model.user_file import UserModel
 
 FIRST_PLACEMENT_PASS = "place"  # the first pass after `allocate`
@@ -108,6 +109,7 @@ class Planner:
         self._taken_back = TakenBackChoices(pins, known)
         self._captured_fallbacks, self._keep_fallbacks = source.capture.has_fallbacks, True
         self.captured_text = print_module(source.make_ir(source.capture))
+        self._cuts: SinkBoundaries | None = None  # of the first of the plans that are made in turn
 
     def plan_model(self) -> PlannedModule:
         """Plans the model, again without each choice that proves impossible.
@@ -137,6 +139,7 @@ class Planner:
     def _plan_once(self) -> PlannedModule:
         """Plans the model without the choices that were taken back."""
         options = {"refused": self._taken_back.choices}
+        self._cuts = None
         first = parse_module(self.captured_text)
         try:
             chosen = whole = self._run_allocation_passes(
@@ -202,9 +205,20 @@ class Planner:
         grouped = passes_before("coarsen", passes)
         first = self._run_passes(module, grouped)
         with self.time_step("passes"):
-            passes = choose_sections(module, passes)
+            passes = choose_sections(module, self._with_known_cuts(passes))
+        self._cuts = next(step for step in passes if isinstance(step, SinkBoundaries))
         rest = self._run_passes(module, passes_before(FIRST_PLACEMENT_PASS, passes), len(grouped))
         return _AllocatedModule(module, text_before, capture, passes, [*first.dumps, *rest.dumps])
+
+    def _with_known_cuts(self, passes: tuple[ModulePass, ...]) -> tuple[ModulePass, ...]:
+        """Returns the passes with what the first plan has decided about boundaries, if a second one is made
+        with captured layers."""
+        return tuple(
+            replace(step, fixed=self._cuts.fixed, outcomes=self._cuts.outcomes)
+            if isinstance(step, SinkBoundaries) and self._cuts is not None
+            else step
+            for step in passes
+        )
 
     def _run_passes(
         self, module: ModuleOp, passes: tuple[ModulePass, ...], done: int = 0

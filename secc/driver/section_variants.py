@@ -1,14 +1,19 @@
-"""Decides whether small towers become sections of their own, by the step times of both plans.
+"""Decides what is in which section, by the step times of plans with both choices.
 
 A tower that does little work can still be worth ranks of its own: fewer replicas sum its gradients, and its
 work overlaps with that of others. Its share of the work does not tell, so the sections are formed with and
 without it, both variants are allocated, and the one with the shorter step is taken.
+
+`sink-boundaries` proposes to compute blocks of one section in another, where that sends fewer bytes. Such
+blocks add to the work of another section, which may be the one that all wait for. So each proposal is kept
+only if the plan with it has the shorter step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from math import inf
 from typing import TypeVar
 
@@ -16,12 +21,12 @@ from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass
 
 from secc.errors import UserError
-from secc.ir.dialect.ops import graph_of
+from secc.ir.dialect.ops import graph_of, strings_of
 from secc.ir.text_io.module_text import make_context
 from secc.pass_pipeline import PipelineRun, run_passes
 from secc.passes.allocate import Allocate, SolvedAllocation
 from secc.passes.coarsen import KEEP, MERGE, Coarsen
-from secc.passes.sink_boundaries import SinkBoundaries
+from secc.passes.sink_boundaries import CutOutcome, SinkBoundaries
 
 # If the closed-form step times of the variants differ by more than this share, no plan is simulated.
 _CLOSED_FORM_DECIDES = 1 / 8
@@ -56,11 +61,15 @@ def run_to_lowered(module: ModuleOp, passes: Sequence[ModulePass]) -> PipelineRu
 
 
 def choose_sections(module: ModuleOp, passes: Sequence[ModulePass]) -> tuple[ModulePass, ...]:
-    """Returns `passes` with the better variant in the options of `coarsen`.
+    """Returns `passes` with the better variants in the options of `coarsen` and `sink-boundaries`.
 
-    `module` is the IR that `coarsen` will be applied to; it is not changed. The passes come back unchanged if
-    both variants give the same sections or neither can be allocated, and if `coarsen` has no cluster.
+    `module` is the IR that `coarsen` will be applied to; it is not changed. A pass comes back unchanged if
+    its variants give the same sections or none can be allocated, and if `coarsen` has no cluster.
     """
+    return _choose_boundaries(module, _choose_small_towers(module, passes))
+
+
+def _choose_small_towers(module: ModuleOp, passes: Sequence[ModulePass]) -> tuple[ModulePass, ...]:
     coarsen = _find_pass(passes, Coarsen)
     if not coarsen.cluster or coarsen.by != "component":
         return tuple(passes)
@@ -79,6 +88,58 @@ def choose_sections(module: ModuleOp, passes: Sequence[ModulePass]) -> tuple[Mod
     return tuple(chosen if step is coarsen else step for step in passes)
 
 
+def _choose_boundaries(module: ModuleOp, passes: tuple[ModulePass, ...]) -> tuple[ModulePass, ...]:
+    """Takes back each proposed move of blocks between two sections that makes the step no shorter. Both plans
+    have the same sections, so they are compared with the user's pins."""
+    coarsen, sink = _find_pass(passes, Coarsen), _find_pass(passes, SinkBoundaries)
+    if not coarsen.cluster or coarsen.by != "component":
+        return passes
+    grouped = module.clone()
+    coarsen.apply(make_context(), grouped)
+    moves = _find_moves(grouped, sink)
+    allocate = replace(_find_pass(passes, Allocate), known=(), proven=())
+    solved = _solve_cut(grouped, sink, allocate) if moves else None
+    for move in moves:
+        trial = replace(sink, fixed=(*sink.fixed, move))
+        without = _solve_cut(grouped, trial, allocate)
+        (moved, kept), simulated = _compare_solutions(allocate, (solved, without))
+        if min(moved, kept) == inf:
+            continue
+        step_ns = [None if ns == inf else int(ns) for ns in sorted((moved, kept))]
+        if moved >= kept:
+            sink, solved = trial, without
+        outcome = CutOutcome(move, moved < kept, step_ns[0] or 0, step_ns[1], simulated)
+        sink = replace(sink, outcomes=(*sink.outcomes, outcome.to_text()))
+    return tuple(sink if isinstance(step, SinkBoundaries) else step for step in passes)
+
+
+def _find_moves(grouped: ModuleOp, sink: SinkBoundaries) -> list[str]:
+    """Returns the pairs of sections, "SRC>DST", where `sink` would compute blocks of the first in the
+    second, without those that it holds an outcome of."""
+    cut = grouped.clone()
+    sink.apply(make_context(), cut)
+    known = {CutOutcome.from_text(text).pair for text in sink.outcomes}
+    before, after = (
+        {s.sym.data: set(strings_of(s.blocks)) for s in graph_of(m).sections} for m in (grouped, cut)
+    )
+    return [
+        f"{src}>{dst}"
+        for src, dst in permutations(before, 2)
+        if f"{src}>{dst}" not in known
+        if src in after and dst in after and before[src] & (after[dst] - before[dst])
+    ]
+
+
+def _solve_cut(grouped: ModuleOp, sink: SinkBoundaries, allocate: Allocate) -> SolvedAllocation | None:
+    """The best plan by closed forms with the boundaries of `sink`; None if there is none."""
+    cut = grouped.clone()
+    try:
+        sink.apply(make_context(), cut)
+        return allocate.solve_closed_form(graph_of(cut))
+    except UserError:
+        return None
+
+
 def passes_before(name: str, passes: Sequence[ModulePass]) -> tuple[ModulePass, ...]:
     """The passes before the first one called `name`."""
     return tuple(passes[: [step.name for step in passes].index(name)])
@@ -90,11 +151,20 @@ def _compare_variants(
     # The variants are compared without the user's pins, which may name sections that only one of them has.
     free = Allocate(cluster=allocate.cluster, global_batch=allocate.global_batch)
     solved = [_solve_variant(module, variant, sink, free) for variant in (merged, kept)]
+    (of_merged, of_kept), simulated = _compare_solutions(free, solved)
+    return VariantTimes(of_merged, of_kept, simulated)
+
+
+def _compare_solutions(
+    allocate: Allocate, solved: Sequence[SolvedAllocation | None]
+) -> tuple[list[float], bool]:
+    """Returns step times in ns, infinite where nothing fits, and whether they were simulated: closed forms
+    decide alone where they differ clearly."""
     closed_form = [inf if s is None else s.solution.time_ns for s in solved]
     if max(closed_form) > (1 + _CLOSED_FORM_DECIDES) * min(closed_form) or None in solved:
-        return VariantTimes(*closed_form, simulated=False)
-    refined = [free.refine_solution(s).evaluation for s in solved if s is not None]
-    return VariantTimes(*(r.time_ns if r.fits else inf for r in refined), simulated=True)
+        return closed_form, False
+    refined = [allocate.refine_solution(s).evaluation for s in solved if s is not None]
+    return [r.time_ns if r.fits else inf for r in refined], True
 
 
 def _solve_variant(
