@@ -7,7 +7,7 @@ errors (least squares, weighted again until nothing changes), none of the consta
     python -m tools.published.cross_validation --keep DIR [--json FILE]
 
 Two tests: every sweep (of one model in one source) is predicted with constants that were fitted without it,
-and every source as a framework of which nothing is known, with constants from the other source.
+and every source with constants from the other source, as a framework that was never measured.
 """
 
 from __future__ import annotations

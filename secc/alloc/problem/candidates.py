@@ -637,8 +637,8 @@ def _make_candidate(
     rank: RankMemory,
     alternating_bytes: int,
 ) -> Candidate:
-    """Candidate of a busiest replica `busy` and the memory of one rank, of which it uses `alternating_bytes`
-    where it alternates forwards and backwards."""
+    """Builds a candidate from prices: `busy` has the times of its busiest replica, `rank` the memory of one
+    rank by purpose, and `alternating_bytes` the bytes on it while it alternates forwards and backwards."""
     total, micro_batches, fill, drain = busy
     alternating = in_flight_alternating(work, load, micro_batches)
     framework = work.cluster.device.framework
@@ -833,7 +833,8 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
         # Every backward has summed its gradients.
         return 0, step_ns(copies)
     # Experts are summed over the replicas that hold the same ones, all else over all replicas.
-    replicas, stride = cost.expert_replicas, load.shape.tp * load.shape.pp
+    # `place` puts replicas of a stage, not stages of a replica, next to each other where sums take long.
+    replicas, stride = cost.expert_replicas, load.shape.tp
     experts = cost.expert_gradient_sum_bytes if replicas > 1 else 0
     if sharding == "none":
         sums = roofline.gradient_all_reduce_ns(
@@ -867,8 +868,8 @@ def micro_batch_time_expressions(
 
 
 def _replica_span(work: Workload, load: SectionLoad, dp: int) -> RankSpan:
-    """Location of the ranks that hold the same parameters if replicas are placed in a row."""
-    return span_of_consecutive_ranks(dp * load.shape.cp, work.cluster, load.shape.tp * load.shape.pp)
+    """Location of the ranks that hold the same parameters if those of a stage are placed in a row."""
+    return span_of_consecutive_ranks(dp * load.shape.cp, work.cluster, load.shape.tp)
 
 
 def busiest_replica_ns(

@@ -16,6 +16,7 @@ from secc.runtime.schedule.load_balance import assign_least_loaded, swap_until_b
 from secc.runtime.schedule.micro_batches import MicroBatchComposer
 from secc.runtime.schedule.scheduler import schedule_batch
 from tests.runtime.schedule.plan_strategies import (
+    limit_bytes,
     make_plan,
     make_sample,
     make_section,
@@ -72,7 +73,7 @@ def test_replicas_are_balanced_by_micro_batch_times():
 
 def test_large_and_small_samples_share_micro_batches_if_two_large_ones_do_not_fit():
     lm = make_section("lm", [0], micro_batch=2, forward="100 + I", backward="I")
-    lm = dataclasses.replace(lm, cost=dataclasses.replace(lm.cost, saved="I"), room_bytes=100)
+    lm = limit_bytes(lm, 100, "I")
     samples = [make_sample(i, "images", images=n) for i, n in enumerate([90, 80, 70, 60, 40, 30, 20, 10])]
     micros = schedule_batch(make_plan([lm], [], 1), samples).micro_batches["lm"]
     assert sorted(sorted(samples[p].sizes["I"] for p in m.samples) for m in micros) == [

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.replica_routes import ranks_by_replica
-from secc.runtime.plan.schema import Plan, Section
+from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta, Schedule, compute_kinds, owes_backward
 from secc.runtime.schedule.scheduler import schedule_batch
 from secc.runtime.validation.full_check import check_schedule
 from tests.runtime.schedule.plan_strategies import (
+    limit_bytes,
     make_edge,
     make_plan,
     make_sample,
@@ -27,10 +28,6 @@ from tests.runtime.schedule.plan_strategies import (
 )
 
 IMAGE = ("images",)
-
-
-def limit_bytes(section: Section, room: int, saved: str = "S") -> Section:
-    return dataclasses.replace(section, room_bytes=room, cost=dataclasses.replace(section.cost, saved=saved))
 
 
 def peak_bytes(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) -> dict[int, int]:

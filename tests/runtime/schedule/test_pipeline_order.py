@@ -21,6 +21,7 @@ from secc.runtime.schedule.scheduler import pipeline_order_candidate, schedule_w
 from secc.runtime.schedule.task_graph import build_step_tasks
 from secc.runtime.schedule.upstream_estimate import critical_pipeline_load
 from secc.runtime.validation.full_check import check_schedule
+from tests.runtime.schedule.plan_strategies import limit_bytes
 from tools import schedule_mixes
 
 
@@ -53,11 +54,7 @@ def test_a_replica_alone_takes_as_long_as_in_the_whole_step(lengths, stages, roo
     p = schedule_mixes.vlm_plan(
         samples, 1, 1, 0.5, pipeline=schedule_mixes.PipelineShape(stages, room, split)
     )
-    bounded = (
-        dataclasses.replace(s, room_bytes=size, cost=dataclasses.replace(s.cost, saved="T"))
-        for s in p.sections
-    )
-    p = dataclasses.replace(p, sections=tuple(bounded))
+    p = dataclasses.replace(p, sections=tuple(limit_bytes(s, size, "T") for s in p.sections))
     composer = MicroBatchComposer(p, samples, SectionGraph(p))
     load, micro_batches = critical_pipeline_load(composer)
     order = pipeline_order.pyramid_order(range(len(micro_batches)), load)

@@ -22,6 +22,7 @@ from secc.simulate.simulator import simulate
 from secc.simulate.step_measures import in_flight_over_time
 from tests.runtime.schedule.plan_strategies import (
     KEYS,
+    limit_bytes,
     make_edge,
     make_plan,
     make_sample,
@@ -143,11 +144,6 @@ def test_an_encoder_keeps_to_its_in_flight_limit(room):
     assert max(n for _, n in in_flight_over_time(done, 0)) == room
 
 
-def with_saved_bytes(section, saved, room):
-    """Returns the section with this expression for saved bytes and `room` bytes for them."""
-    return dataclasses.replace(section, cost=dataclasses.replace(section.cost, saved=saved), room_bytes=room)
-
-
 def peak_saved_bytes(step, rank, saved):
     """Returns the peak of the bytes that micro-batches save on a rank."""
     sizes = {
@@ -177,17 +173,17 @@ def test_an_encoder_keeps_to_its_byte_limit(room):
             simulate(p, samples, schedule_batch(p, samples)), 0, lambda s: 5 * s.sizes["I"]
         )
 
-    assert most(with_saved_bytes(encoder, "5*I", 0)) > room
-    assert most(with_saved_bytes(encoder, "5*I", room)) <= room
+    assert most(limit_bytes(encoder, 0, "5*I")) > room
+    assert most(limit_bytes(encoder, room, "5*I")) <= room
 
 
 def test_a_sample_above_the_byte_limit_runs_alone():
-    encoder = with_saved_bytes(
+    encoder = limit_bytes(
         dataclasses.replace(
             make_section("vision", [0], when=IMAGE, forward="100*I", backward="200*I"), in_flight=4
         ),
-        "5*I",
         20,
+        "5*I",
     )
     p = make_plan(
         [encoder, make_section("lm", [1], forward="S", backward="2*S")], [make_edge("vision", "lm")], 2
@@ -202,8 +198,8 @@ def test_a_sample_above_the_byte_limit_runs_alone():
 @pytest.mark.parametrize("critical", [False, True])
 def test_micro_batches_of_several_samples_fit_the_byte_limit(critical):
     """Also if the section is cut by another section's start times."""
-    lm = with_saved_bytes(
-        make_section("lm", [0, 1], micro_batch=4, forward="1000 + B*S", backward="1000 + 2*B*S"), "B*S", 100
+    lm = limit_bytes(
+        make_section("lm", [0, 1], micro_batch=4, forward="1000 + B*S", backward="1000 + 2*B*S"), 100, "B*S"
     )
     other = make_section("head", [2], forward="1" if critical else "9000*B*S", backward="1")
     p = make_plan([lm, other], [make_edge("lm", "head")], 3)
