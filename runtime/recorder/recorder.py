@@ -79,6 +79,10 @@ from secc.runtime.recorder.shortcuts import Shortcuts
 from secc.runtime.recorder.tensor_origins import TensorOrigins
 from secc.runtime.sections import forward_hooks
 
+_FLEX_REMEDY = (
+    "torch has no gradients of flex attention on CPUs, where plans are compared with plain PyTorch: use "
+    'scaled_dot_product_attention with a mask, or attn_implementation="sdpa"'
+)
 _UNWRITABLE_ARGUMENT_REMEDIES = {
     "PackedSequence": "pack, run the recurrent layers and unpack in one nn.Module that takes and returns "
     "padded tensors; it is then one block",
@@ -722,7 +726,7 @@ class Recorder:
             raise self._block_error(path, message, error.remedy, where=error.where) from error
         except Exception as error:
             message = f"the shapes of block {path} cannot be found: {type(error).__name__}: {error}"
-            remedy = "take a larger module as the block"
+            remedy = _FLEX_REMEDY if "FlexAttention" in str(error) else "take a larger module as the block"
             raise self._block_error(path, message, remedy, where=error_source_line(error)) from error
         if nested_values.holds_packed_sequence(out):
             # Its rows stand time step after time step, so they cannot be told apart by sample.

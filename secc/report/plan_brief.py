@@ -69,6 +69,7 @@ def _section_cells(s: Section) -> tuple[str, str, str, str]:
     kinds = ("dp", "pp", "tp", "cp", "ep")
     degrees = " ".join(f"{kind} {n}" for kind in kinds if (n := getattr(s.mesh, kind)) > 1)
     degrees += f" x {s.chunks} ({s.placement})" if s.chunks > 1 else ""
+    degrees += " per micro-batch" if s.may_deal else ""
     return s.name, short_ranks_text(s.mesh.ranks), degrees or "one rank", _MODES.get(s.mode, s.mode)
 
 

@@ -49,6 +49,7 @@ ROWS: dict[str, list[tuple[int, str]]] = {
     "gemma3": [
         (3, "vision_tower.dp=1 language_model.cp=2 language_model.micro_batch=2"),
         (5, "vision_tower.dp=1 language_model.cp=4 language_model.sharding=zero1"),
+        (4, "vision_tower.cp=3 language_model.dp=1 vision_tower.micro_batch=1"),
     ],
     "qwen2_5_vl": [
         (3, "visual.dp=1 language_model.cp=2 language_model.recompute=full"),

@@ -35,6 +35,15 @@ def find_eager_failure(
         if is_missing_kernel(error):
             return None
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if type(error).__module__.startswith("torch._dynamo"):
+            message = (
+                f"forward calls code that torch compiles, which cannot be read: {type(error).__name__}: {why}"
+            )
+            remedy = (
+                "leave torch.compile out; in place of flex attention use scaled_dot_product_attention with a "
+                'mask, or attn_implementation="sdpa"'
+            )
+            return UserError(message, error_source_line(error), remedy)
         alone = len(samples) == 1
         given = "a batch of one sample, as a micro-batch may be," if alone else "the first samples"
         message = (

@@ -130,6 +130,32 @@ def test_a_hidden_input_suggests_the_blocks_parts() -> None:
     ]
 
 
+def test_flex_attention_is_refused_with_attention_that_has_gradients_on_cpus() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    class Flexible(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([FlexibleLayer()])
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x).sum()
+
+    class FlexibleLayer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = self.own(x)[:, None, :, None]
+            return flex_attention(heads, heads, heads)  # pyright: ignore[reportReturnType]
+
+    with pytest.raises(BlockError, match="FlexAttention does not support backward on CPU") as error:
+        record_forward(Flexible(), BATCH, ["layers.0"])
+    assert "test_opaque_blocks.py:" in error.value.where
+    assert "scaled_dot_product_attention with a mask" in error.value.remedy
+
+
 def test_growing_lists_are_passed_to_blocks_as_entries_and_sizes() -> None:
     class Joins(nn.Module):
         def forward(self, pictures: list[torch.Tensor]) -> torch.Tensor:
