@@ -179,10 +179,11 @@ class Allocate(ModulePass):
         pins = pins_.parse_pins((*self.stages, *self.set), [s.sym.data for s in graph.sections], self.refused)
         pins = pin_whole_batches(graph, pins)
         for section in graph.sections:
-            if pins.splits_sequence(section.sym.data):
-                section.attributes["norms"] = StringAttr("sequence")
+            pins.splits_sequence(section.sym.data)  # refuses an impossible pin
             if attention := pins.words.get(section.sym.data, {}).get("attention"):
                 section.attributes["pinned_attention"] = StringAttr(attention)
+            if overlap := pins.pinned_overlap(section.sym.data):
+                section.attributes["pinned_overlap"] = StringAttr(overlap)
             if (load := pins.expert_loads.get(section.sym.data)) is not None:
                 section.attributes["expert_load"] = float_attr(load)
         work = build_workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
@@ -425,6 +426,10 @@ def _write_section(
         }
     if rank.row_attention != "gather":
         load.section.attributes["row_attention"] = StringAttr(rank.row_attention)
+    if chosen.norms != "whole":
+        load.section.attributes["norms"] = StringAttr(chosen.norms)
+    if rank.overlap != "none":
+        load.section.attributes["overlap"] = StringAttr(rank.overlap)
     if chosen.micro_batch_tokens:
         load.section.attributes |= {
             "most_samples": int_attr(chosen.most_samples),

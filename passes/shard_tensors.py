@@ -217,7 +217,8 @@ def _use_sequence_shards(name: str, kept: list[CutOp], why: list[UnsplitAttr]) -
         message = (
             f"{section}.norms=sequence is impossible: no layer of it was shown exact on parts of the sequence"
         )
-        raise UserError(message, remedy=f"leave {section}.norms out")
+        error = UserError(message, remedy=f"leave {section}.norms out")
+        raise ImpossibleChoice(error, [f"{section}.norms=sequence"])
     for cut in layers:
         if "positions" in cut.attributes:
             cut.properties |= {

@@ -285,6 +285,8 @@ def _rank_load(work: Workload, section: SectionOp) -> SectionLoad:
         *(int(get_number(section, key) or 1) for key in ("tp", "pp", "cp", "ep")),
         backward_parts=2 if get_string(section, "backward") == "split" else 1,
         offload=get_string(section, "offload") or "none",
+        norms=get_string(section, "norms") or "whole",
+        overlap=get_string(section, "overlap") or "none",
     )
     return compute_rank_load(
         work.loads[section.sym.data], shape, work.cluster.view_of_ranks(_ranks_of(section))

@@ -90,6 +90,8 @@ def pins_of(row: Row) -> tuple[str, ...]:
     choices = {key: row[key] for key in ("tp", "pp", "dp", "recompute", "sharding")}
     if row.get("mbs"):
         choices["micro_batch"] = row["mbs"]
+    if row["tp"] > 1:  # what hid sums over tp is a habit of the framework
+        choices["overlap"] = "none"
     if row.get("norms"):
         choices["norms"] = row["norms"]
     return tuple(f"{SECTION}.{key}={value}" for key, value in choices.items())

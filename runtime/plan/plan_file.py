@@ -179,6 +179,7 @@ _SECTION_FIELDS: dict[str, Shape] = {
             schema.ModuleStyle, {"module": _TEXT, "kind": _TEXT, "arguments": _TEXTS}, optional=("arguments",)
         )
     ),
+    "overlap": shapes.choice(*schema.OVERLAPS),
     "row_attention": shapes.choice("gather", "ulysses"),
     "row_layers": _TEXTS,
     "row_modules": _TEXTS,
@@ -196,6 +197,7 @@ _SECTION_FIELDS: dict[str, Shape] = {
 _LATER_FIELDS = (
     "chunks",
     "placement",
+    "overlap",
     "row_attention",
     "row_layers",
     "row_modules",

@@ -22,6 +22,7 @@ EACH_SUFFIX, SIZES_SUFFIX, LARGEST_SUFFIX = "*", "*sizes", "*most"
 LOOP_LABEL_PREFIX = "loss:"
 OUTPUT_PREFIX = "output:"  # of outputs among the loss terms that a section returns
 _LOG_PREFIX = "log:"
+OVERLAPS = ("none", "backward", "both")  # which sums over tp travel behind products (`Section.overlap`)
 PLACEMENTS = ("loop", "v")  # of several chunks of layers on the ranks of a pipeline (`rank_position`)
 STATISTIC_PREFIX, GATHERED_PREFIX = "batch:", "rows:"
 ALL_SAMPLES = "all_samples"  # the size of a global batch, in ops on rows that were gathered
@@ -181,13 +182,15 @@ class Section:
 
     Under `zero3`, `units` are the blocks with layers that all-gather their parameters one by one, in calling
     order. With tp, `shards` and `styles` say how its modules are sharded; the gradients of the unsharded
-    parameters in `partial` are partial sums on each tp rank. With cp, the layers `row_layers` (module paths)
-    work on a rank's rows of the sequence (`runtime.context_parallel`); `row_modules` inside of them do so row
-    by row, without rules for their code, and `row_attention` is how their attention reaches the rows of other
-    ranks ("gather" or "ulysses"). With `cp_per` "micro_batch", a micro-batch of several samples may be dealt:
-    subgroups of the ranks of cp, all of one size, compute different samples (`runtime.plan.dealt_samples`).
-    `subgroups` are the possible sizes, ascending, with their costs; what a rank keeps and needs temporarily
-    is at most `subgroup_bytes`.
+    parameters in `partial` are partial sums on each tp rank, and `overlap` says which sums over tp travel
+    behind products: "none", those of input gradients ("backward"), or those of forwards, too ("both").
+
+    With cp, the layers `row_layers` (module paths) work on a rank's rows of the sequence
+    (`runtime.context_parallel`); `row_modules` inside of them do so row by row, without rules for their code,
+    and `row_attention` is how their attention reaches the rows of other ranks ("gather" or "ulysses"). With
+    `cp_per` "micro_batch", a micro-batch of several samples may be dealt: subgroups of the ranks of cp, all
+    of one size, compute different samples (`runtime.plan.dealt_samples`). `subgroups` are the possible sizes,
+    ascending, with their costs; what a rank keeps and needs temporarily is at most `subgroup_bytes`.
     With `whole_batch`, a replica has one micro-batch in a step, with all its samples, and replicas sum the
     statistics of their batch norms (`runtime.sections.synchronized_norms`).
 
@@ -221,6 +224,7 @@ class Section:
     shards: tuple[Shard, ...] = ()
     styles: tuple[ModuleStyle, ...] = ()
     partial: tuple[str, ...] = ()
+    overlap: str = "none"
     units: tuple[str, ...] = ()
     row_attention: str = "gather"
     row_layers: tuple[str, ...] = ()
@@ -231,6 +235,12 @@ class Section:
     whole_batch: bool = False
     offload: str = "none"
     host_gib: float = 0.0
+
+    @property
+    def norms(self) -> str:
+        """Whether norms work on "whole" sequences, or in some layers on the positions of a rank of tp
+        ("sequence")."""
+        return "sequence" if any(style.kind == "sequence" for style in self.styles) else "whole"
 
     @property
     def may_deal(self) -> bool:
@@ -544,6 +554,8 @@ def _section_to_dict(section: Section) -> dict[str, Any]:
         del found["whole_batch"]
     if section.chunks == 1:
         del found["chunks"], found["placement"]
+    if section.overlap == "none":
+        del found["overlap"]
     return found
 
 

@@ -46,6 +46,11 @@ class LinearModule:
         """Returns the linear map [..., out] of `x` [..., in], without the bias."""
         return F.linear(x, self.weight if self.out_dim == 0 else self.weight.t())
 
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the linear map [..., out] of `x` [..., in] with `weight` in place of the module's own, and
+        with the bias."""
+        return F.linear(x, weight if self.out_dim == 0 else weight.t(), self.bias)
+
     def set_sizes(self, outputs: int, inputs: int) -> None:
         """Sets the module's size attributes to those of this rank's weight."""
         setattr(self.module, self.out_attribute, outputs)

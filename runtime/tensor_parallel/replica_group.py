@@ -18,6 +18,8 @@ from secc.runtime.plan.replica_routes import Ranks, cp_ranks_by_replica, ranks_b
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import exchanges_tokens, synchronizes_norms
 
+Wait = Callable[[], None]  # waits until a collective that was started has ended
+
 
 class ReplicaGroup(Protocol):
     """A group of `size` ranks; this rank has number `index`."""
@@ -33,6 +35,11 @@ class ReplicaGroup(Protocol):
         shape."""
         ...
 
+    def start_all_reduce(self, tensor: torch.Tensor) -> Wait:
+        """Starts to replace `tensor`, which is contiguous and of any shape, by its sum over all ranks;
+        nothing may read it or write to it before the returned function has been called."""
+        ...
+
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Concatenates the 1-D tensors of all ranks; `lengths` are their lengths."""
         ...
@@ -40,6 +47,11 @@ class ReplicaGroup(Protocol):
     def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Sums a 1-D tensor over all ranks and returns this rank's part; `lengths` are the lengths of the
         parts."""
+        ...
+
+    def start_reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, Wait]:
+        """Starts what `reduce_scatter` does. Returns the tensor that has this rank's part once the wait has
+        been called."""
         ...
 
     def all_to_all(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
@@ -62,6 +74,17 @@ class ReplicaProcessGroup:
             dist.all_reduce(tensor, group=self.handle)
         return tensor
 
+    def start_all_reduce(self, tensor: torch.Tensor) -> Wait:
+        """Starts to replace `tensor`, of any shape, by its sum over all ranks. NCCL runs it on a stream of
+        its own, gloo in a thread; what the wait takes is the part that nothing hides."""
+        work: Any = dist.all_reduce(tensor, group=self.handle, async_op=True)
+
+        def wait() -> None:
+            with self.timed():
+                work.wait()
+
+        return wait
+
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Concatenates the 1-D tensors of all ranks; `lengths` are their lengths."""
         longest = max(lengths)
@@ -78,15 +101,26 @@ class ReplicaProcessGroup:
     def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Sums a 1-D tensor over all ranks and returns this rank's part; `lengths` are the lengths of the
         parts."""
+        own, wait = self.start_reduce_scatter(tensor, lengths)
+        wait()
+        return own
+
+    def start_reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, Wait]:
+        """Starts to sum a 1-D tensor over all ranks. Returns the tensor that has this rank's part once the
+        wait has been called."""
         longest = max(lengths)
         if min(lengths) < longest:
             tensor = torch.cat(
                 [torch.cat([p, p.new_zeros(longest - p.numel())]) for p in tensor.split(list(lengths))]
             )
-        own = tensor.new_empty(longest)
-        with self.timed():
-            dist.reduce_scatter_tensor(own, tensor.contiguous(), group=self.handle)
-        return own[: lengths[self.index]]
+        own, summed = tensor.new_empty(longest), tensor.contiguous()
+        work: Any = dist.reduce_scatter_tensor(own, summed, group=self.handle, async_op=True)
+
+        def wait() -> None:
+            with self.timed():
+                work.wait()
+
+        return own[: lengths[self.index]], wait
 
     def all_to_all(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """Sends the first `sent[0]` rows (along dim 0) to rank 0 and so on; returns `received[0]` rows of
@@ -106,6 +140,10 @@ class LoneRank:
         """Returns the tensor."""
         return tensor
 
+    def start_all_reduce(self, tensor: torch.Tensor) -> Wait:
+        """Leaves the tensor as it is."""
+        return lambda: None
+
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Returns the tensor."""
         return tensor
@@ -113,6 +151,10 @@ class LoneRank:
     def reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Returns the tensor."""
         return tensor
+
+    def start_reduce_scatter(self, tensor: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, Wait]:
+        """Returns the tensor, with nothing to wait for."""
+        return tensor, lambda: None
 
     def all_to_all(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """Returns the rows."""

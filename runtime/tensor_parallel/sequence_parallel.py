@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from secc.runtime.plan.replica_routes import slice_bounds
-from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
+from secc.runtime.tensor_parallel.replica_group import ReplicaGroup, Wait
 
 POSITION_DIM = 1  # in hidden states [rows, positions, width]
 
@@ -31,7 +31,7 @@ def _own_positions(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
     return x.narrow(POSITION_DIM, start, stop - start).clone()
 
 
-def _gather_all_positions(x: torch.Tensor, group: ReplicaGroup, length: int) -> torch.Tensor:
+def gather_all_positions(x: torch.Tensor, group: ReplicaGroup, length: int) -> torch.Tensor:
     """Concatenates all ranks' positions in order."""
     sizes = _position_counts(length, group)
     row = x.shape[0] * x.shape[2:].numel()
@@ -43,12 +43,30 @@ def _gather_all_positions(x: torch.Tensor, group: ReplicaGroup, length: int) -> 
 
 def _sum_own_positions(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
     """Returns this rank's positions of the sum over all ranks."""
+    own, wait = start_sum_of_positions(x, group)
+    wait()
+    return own
+
+
+def start_sum_of_positions(x: torch.Tensor, group: ReplicaGroup) -> tuple[torch.Tensor, Wait]:
+    """Starts to sum `x` over all ranks. Returns the tensor that has this rank's positions of the sum once the
+    wait has been called."""
     sizes = _position_counts(x.shape[POSITION_DIM], group)
     row = x.shape[0] * x.shape[2:].numel()
     flat = torch.cat([part.reshape(-1) for part in x.split(sizes, POSITION_DIM)])
-    return group.reduce_scatter(flat, [n * row for n in sizes]).view(
-        x.shape[0], sizes[group.index], *x.shape[2:]
-    )
+    own, wait = group.start_reduce_scatter(flat, [n * row for n in sizes])
+    return own.view(x.shape[0], sizes[group.index], *x.shape[2:]), wait
+
+
+def chunks_of_positions(length: int, group: ReplicaGroup, count: int) -> list[list[tuple[int, int]]]:
+    """Divides the positions of each rank into `count` chunks: for each chunk (start, stop) of every rank's
+    positions in it, without chunks in which no rank has one."""
+    ranks = [slice_bounds(length, i, group.size) for i in range(group.size)]
+    pieces = [[slice_bounds(stop - start, k, count) for start, stop in ranks] for k in range(count)]
+    found = [
+        [(start + a, start + b) for (start, _), (a, b) in zip(ranks, chunk, strict=True)] for chunk in pieces
+    ]
+    return [chunk for chunk in found if any(a < b for a, b in chunk)]
 
 
 class _SplitPositions(torch.autograd.Function):
@@ -59,14 +77,14 @@ class _SplitPositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gather_all_positions(gradient, ctx.group, ctx.length), None
+        return gather_all_positions(gradient, ctx.group, ctx.length), None
 
 
 class _GatherPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ReplicaGroup, length: int, parts: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.group, ctx.parts = group, parts
-        return _gather_all_positions(x, group, length)
+        return gather_all_positions(x, group, length)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -81,7 +99,7 @@ class _ReduceScatterPositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gather_all_positions(gradient, ctx.group, ctx.length), None
+        return gather_all_positions(gradient, ctx.group, ctx.length), None
 
 
 class SequencePositions:

@@ -57,7 +57,7 @@ def install_styles(
     for section in plan.sections:
         if section.name in groups or section.name in exchanges:
             group, exchange = groups.get(section.name, LoneRank()), exchanges.get(section.name)
-            apply_styles(model, section.styles, group, section.shards, exchange)
+            apply_styles(model, section.styles, group, section.shards, exchange, section.overlap)
 
 
 def apply_styles(
@@ -66,10 +66,13 @@ def apply_styles(
     group: ReplicaGroup,
     shards: Iterable[Shard],
     exchange: TokenExchange | None = None,
+    overlap: str = "none",
 ) -> None:
     """Wraps the modules of `styles`, at paths relative to `root`, after parameters were cut as `shards`
-    says. `exchange`: of tokens with other replicas, where these have different experts."""
-    region, by_name = ShardedRegion(group), {shard.name: shard for shard in shards}
+    says. `exchange`: of tokens with other replicas, where these have different experts. `overlap`: which sums
+    travel behind products (`secc.runtime.plan.schema.OVERLAPS`)."""
+    styles, by_name = list(styles), {shard.name: shard for shard in shards}
+    region = ShardedRegion(group, overlap, _find_siblings(root, styles) if overlap != "none" else {})
     for style in styles:
         module, prefix = root.get_submodule(style.module), f"{style.module}." if style.module else ""
         own = {
@@ -85,37 +88,73 @@ def apply_styles(
             module.forward = _STYLE_WRAPPERS[style.kind](module, region, own)
 
 
+def _find_siblings(
+    root: nn.Module, styles: Iterable[ModuleStyle]
+) -> dict[nn.Module, tuple[LinearModule, ...]]:
+    """Returns for each column-parallel linear map those that may read the same tensor: of one module around
+    them, with as many inputs. Returns for each module that gathers positions those inside of it."""
+    found: dict[tuple[str, int], dict[nn.Module, LinearModule]] = {}
+    for style in styles:
+        if style.kind in ("colwise", "gather"):
+            module = root.get_submodule(style.module)
+            linear = _require_linear(module)
+            key = style.module.rpartition(".")[0], linear.in_features
+            found.setdefault(key, {})[module] = linear
+    siblings = {module: tuple(group.values()) for group in found.values() for module in group}
+    columns = [style.module for style in styles if style.kind == "columns"]
+    for path in (style.module for style in styles if style.kind == "join"):
+        inside = [
+            root.get_submodule(name) for name in columns if f"{name}.".startswith(f"{path}." if path else "")
+        ]
+        siblings[root.get_submodule(path)] = tuple(
+            _require_linear(module) for module in inside if "forward" not in vars(module)
+        )
+    return siblings
+
+
 def _wrap_colwise(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
-    return _wrap_cut_outputs(module, own["weight"].parts, region)
+    return _wrap_cut_outputs(module, own["weight"].parts, _multiply_whole_input(module, region))
 
 
 def _wrap_rowwise(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
-    return _wrap_cut_inputs(module, region.reduce_output)
-
-
-def _wrap_cut_outputs(module: nn.Module, parts: tuple[int, ...], enter: Exchange) -> Forward:
-    """Wraps a linear map with cut outputs."""
     linear = _require_linear(module)
-    linear.set_sizes(linear.out_features, linear.in_features)
-    inner = module.forward
-
-    @functools.wraps(inner)
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        out = inner(enter(x))
-        return set_mark(out, ShardMark(out.ndim - 1, parts)) if in_whole_shape_mode() else out
-
-    return forward
+    return _wrap_cut_inputs(module, lambda x: region.sum_product(x, linear))
 
 
-def _wrap_cut_inputs(module: nn.Module, leave: Exchange) -> Forward:
-    """Wraps a linear map with cut inputs: `leave` sums the partial outputs of the ranks; the bias counts
-    once."""
+def _multiply_whole_input(module: nn.Module, region: ShardedRegion) -> Exchange:
+    """Returns the product of a linear map with cut outputs and a whole input."""
+    linear, inner = _require_linear(module), module.forward
+    siblings = region.siblings.get(module, ()) if "forward" not in vars(module) else ()
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        out = region.multiply(x, linear, siblings) if siblings else None
+        return inner(region(x)) if out is None else out
+
+    return multiply
+
+
+def _wrap_cut_outputs(module: nn.Module, parts: tuple[int, ...], multiply: Exchange) -> Forward:
+    """Wraps a linear map with cut outputs."""
     linear = _require_linear(module)
     linear.set_sizes(linear.out_features, linear.in_features)
 
     @functools.wraps(module.forward)
     def forward(x: torch.Tensor) -> torch.Tensor:
-        out = leave(linear.multiply_weight(x))
+        out = multiply(x)
+        return set_mark(out, ShardMark(out.ndim - 1, parts)) if in_whole_shape_mode() else out
+
+    return forward
+
+
+def _wrap_cut_inputs(module: nn.Module, multiply: Exchange) -> Forward:
+    """Wraps a linear map with cut inputs: `multiply` gives the product that is summed over the ranks; the
+    bias counts once."""
+    linear = _require_linear(module)
+    linear.set_sizes(linear.out_features, linear.in_features)
+
+    @functools.wraps(module.forward)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = multiply(x)
         return out if linear.bias is None else out + linear.bias.to(out.dtype)
 
     return forward
@@ -124,11 +163,11 @@ def _wrap_cut_inputs(module: nn.Module, leave: Exchange) -> Forward:
 def _wrap_gather(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
     linear, group = _require_linear(module), region.group
     linear.set_sizes(linear.out_features, linear.in_features)
-    inner, sizes = module.forward, _rank_sizes(sum(own["weight"].parts), group)
+    multiply, sizes = _multiply_whole_input(module, region), _rank_sizes(sum(own["weight"].parts), group)
 
-    @functools.wraps(inner)
+    @functools.wraps(module.forward)
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return gather_last_dim(inner(region(x)), group, sizes)
+        return gather_last_dim(multiply(x), group, sizes)
 
     return forward
 
@@ -197,24 +236,31 @@ def _wrap_sequence(module: nn.Module, region: ShardedRegion, own: OwnShards) -> 
 
 
 def _wrap_join(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
-    inner, positions = module.forward, region.positions
+    inner, products = module.forward, region.siblings.get(module, ())
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args:
-            return inner(positions.gather_positions(args[0], parts=True), *args[1:], **kwargs)
+            return inner(region.gather_for_products(args[0], products), *args[1:], **kwargs)
         name = next(iter(kwargs))
-        return inner(**{**kwargs, name: positions.gather_positions(kwargs[name], parts=True)})
+        return inner(**{**kwargs, name: region.gather_for_products(kwargs[name], products)})
 
     return forward
 
 
 def _wrap_columns(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
-    return _wrap_cut_outputs(module, own["weight"].parts, lambda x: x)
+    linear, inner = _require_linear(module), module.forward
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        out = region.multiply_gathered(x, linear)
+        return inner(x) if out is None else out
+
+    return _wrap_cut_outputs(module, own["weight"].parts, multiply)
 
 
 def _wrap_scatter(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:
-    return _wrap_cut_inputs(module, region.positions.reduce_scatter_positions)
+    linear = _require_linear(module)
+    return _wrap_cut_inputs(module, lambda x: region.scatter_product(x, linear))
 
 
 def _wrap_shapes(module: nn.Module, region: ShardedRegion, own: OwnShards) -> Forward:

@@ -199,6 +199,7 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
         shards=tuple(shard.value for shard in get_values(op, "shards", ShardAttr)),
         styles=tuple(style.value for style in get_values(op, "styles", StyleAttr)),
         partial=attribute_value(op, "partial", ()),
+        overlap=attribute_value(op, "overlap", "none"),
         row_attention=attribute_value(op, "row_attention", "gather"),
         row_layers=_paths_inside(op, "row_layers"),
         row_modules=_paths_inside(op, "row_modules"),

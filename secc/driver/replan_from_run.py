@@ -117,10 +117,9 @@ def _section_pins(s: Section) -> Iterator[str]:
     words |= {"backward": "split" if s.weight_permille else "whole"} if mesh.pp > 1 else {}
     values |= {"chunks": s.chunks} if s.chunks > 1 else {}
     words |= {"placement": s.placement} if s.chunks > 1 else {}
-    yield from (
-        f"{s.name}.{key}={value}"
-        for key, value in (values | {k: w for k, w in words.items() if w != "none"}).items()
-    )
+    found = values | {k: w for k, w in words.items() if w != "none"}
+    found |= {"overlap": s.overlap, "norms": s.norms} if mesh.tp > 1 else {}
+    yield from (f"{s.name}.{key}={value}" for key, value in found.items())
 
 
 def _colocation_pins(plan: Plan) -> Iterator[str]:

@@ -128,6 +128,8 @@ SECTION_FIELDS: FieldReaders[Section] = {
     "pp": lambda s: str(s.mesh.pp),
     "tp": lambda s: str(s.mesh.tp),
     "cp": lambda s: str(s.mesh.cp),
+    "norms": lambda s: s.norms,
+    "sums behind products": lambda s: s.overlap,
     "attention over cp": lambda s: s.row_attention,
     "cp per": lambda s: s.cp_per,
     "ep": lambda s: str(s.mesh.ep),

@@ -122,6 +122,11 @@ def chunks_text(section: Section) -> str:
     return f"{section.chunks} chunks in a {section.placement}"
 
 
+def overlap_text(section: Section) -> str:
+    """Which sums over tp travel behind products."""
+    return "sums hidden" if section.overlap == "both" else "gradient sums hidden"
+
+
 def _sections_table(plan: Plan) -> TextTable:
     def row(s: Section) -> tuple[str, ...]:
         active = "samples with " + " or ".join(s.when) if s.when else "every sample"
@@ -131,6 +136,8 @@ def _sections_table(plan: Plan) -> TextTable:
         layout += ", split backward" if s.weight_permille else ""
         layout += " per micro-batch" if s.may_deal else ""
         layout += " (ulysses)" if s.row_attention == "ulysses" else ""
+        layout += ", norms on parts of the sequence" if s.norms == "sequence" else ""
+        layout += f", {overlap_text(s)}" if s.overlap != "none" else ""
         layout += f", {offload_text(s)}" if s.offload != "none" else ""
         return (
             s.name,

@@ -349,6 +349,7 @@ def test_predictions_are_labelled() -> None:
         ({"set": ("lm.tp=4",)}, "a replica would need 4 ranks, and there are 3"),
         ({"set": ("lm.pp=3",)}, "has 1 layers to cut"),
         ({"set": ("lm.norms=sequence",)}, "only ranks of a tensor-parallel replica share a sequence"),
+        ({"set": ("lm.tp=1", "lm.overlap=both")}, "with tp=1 there are no sums over ranks"),
         ({"set": ("lm.dp=2", "vision.dp=3")}, "cannot be met together"),
         ({"set": ("lm.dp=2", "vision.dp=3", "vision.with=lm")}, "cannot be met together"),
         ({"strategy": "colocate", "cluster": "1x32xcpu"}, "expected at most"),

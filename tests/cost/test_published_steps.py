@@ -45,6 +45,7 @@ def test_a_row_pins_its_layout() -> None:
     assert set(pins_of(row)) == {
         *("model.tp=2", "model.pp=2", "model.dp=8", "model.recompute=none"),
         *("model.sharding=zero1", "model.micro_batch=8", "model.norms=sequence"),
+        "model.overlap=none",
     }
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from secc.driver.compile import CompiledPlan
 from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
-from secc.runtime.plan.schema import Section
+from secc.runtime.plan.schema import OVERLAPS, Section
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.schedule import cross_step_prefetch
 from tests.e2e.reference_runs import ReferencedModel
@@ -138,6 +138,8 @@ def _draw_section_pins(rng: random.Random, section: Section, shape: Shape) -> It
         chosen["cp_per"] = "micro_batch"
     if shape.tp > 1 and rng.random() < 0.25:
         chosen["norms"] = "sequence"
+    if shape.tp > 1:
+        chosen["overlap"] = rng.choice(OVERLAPS)
     yield from (f"{section.name}.{key}={value}" for key, value in chosen.items())
 
 

@@ -22,12 +22,12 @@ STEPS, GLOBAL_BATCH = 3, 12
 # is the dtype
 FAST = {
     "nano": [
-        (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=2"),
+        (4, "tp=2 dp=2 sharding=zero3 recompute=full micro_batch=2 overlap=both"),
         (4, "tp=2 pp=2 micro_batch=3 sharding=zero1"),
         (4, "cp=2 tp=2 sharding=zero1 micro_batch=2"),
     ],
     "llava_tiny": [
-        (4, "language_model.tp=2 vision_tower.dp=2 vision_tower.micro_batch=2"),
+        (4, "language_model.tp=2 vision_tower.dp=2 vision_tower.micro_batch=2 language_model.overlap=both"),
         (5, "language_model.pp=2 language_model.dp=2 language_model.sharding=zero2 vision_tower.dp=1"),
     ],
     "qwen_distil": [
@@ -47,6 +47,11 @@ FAST = {
 }
 SLOW = {
     "nano": [
+        (4, "tp=4 micro_batch=5 overlap=both"),
+        (4, "tp=2 cp=2 micro_batch=2 overlap=both sharding=zero1"),
+        (4, "tp=2 dp=2 sharding=zero2 recompute=selective micro_batch=1 overlap=both bf16"),
+        (4, "tp=2 pp=2 micro_batch=2 backward=split overlap=both"),
+        (4, "tp=2 pp=2 micro_batch=1 recompute=full overlap=backward"),
         (2, "cp=2 micro_batch=1"),
         (4, "cp=4 recompute=full micro_batch=5"),
         (4, "cp=2 dp=2 sharding=zero3 recompute=selective micro_batch=2"),
@@ -121,8 +126,15 @@ SLOW = {
         (5, "student.pp=2 teacher.pp=3 student.backward=split bf16"),
         (5, "student.tp=2 student.pp=2 student.norms=sequence student.backward=split teacher.dp=1"),
         (5, "student.tp=2 student.pp=2 student.backward=split teacher.dp=1 bf16"),
+        (5, "student.tp=2 student.pp=2 student.backward=split student.overlap=both teacher.dp=1"),
+        (4, "teacher.tp=2 teacher.overlap=both student.tp=2 student.recompute=full student.overlap=both"),
     ],
     "llama_deep": [  # several chunks of layers on a rank
+        (4, "tp=2 pp=2 placement=v micro_batch=1 overlap=both sharding=zero1"),
+        (2, "tp=2 norms=sequence recompute=full micro_batch=3 overlap=both"),
+        (4, "tp=2 dp=2 norms=sequence micro_batch=2 overlap=both bf16"),
+        (4, "tp=2 dp=2 norms=sequence sharding=zero3 micro_batch=2 overlap=both"),
+        (4, "tp=2 pp=2 norms=sequence backward=split micro_batch=2 overlap=both"),
         (2, "pp=2 chunks=2 micro_batch=1"),
         (4, "tp=2 pp=2 chunks=2 sharding=zero1 micro_batch=3"),
         (4, "tp=2 pp=2 placement=v micro_batch=1 backward=split"),
@@ -135,7 +147,7 @@ SLOW = {
     "qwen2_5_vl": [(3, "visual.pp=2 visual.micro_batch=1 language_model.dp=1")],
     "t5": [  # the sections share embeddings
         (2, "decoder.with=encoder encoder.tp=2 decoder.cp=2"),
-        (2, "decoder.with=encoder encoder.tp=2 decoder.tp=2"),
+        (2, "decoder.with=encoder encoder.tp=2 decoder.tp=2 encoder.overlap=both decoder.overlap=both"),
         (4, "decoder.with=encoder encoder.dp=4 decoder.tp=2 decoder.pp=2 bf16"),
         (4, "encoder.tp=2 decoder.tp=2 decoder.sharding=zero3"),
     ],
@@ -199,7 +211,7 @@ SLOW = {
         (4, "dp=4 ep=4 sharding=zero1 recompute=full micro_batch=1"),
     ],
     "mixtral": [(4, "tp=2 ep=2 dp=2 sharding=zero2 micro_batch=1")],
-    "glm4_moe": [(2, "tp=2 ep=2 recompute=selective micro_batch=3")],
+    "glm4_moe": [(2, "tp=2 ep=2 recompute=selective micro_batch=3 overlap=both")],
 }
 EXPERTS = (
     "qwen3_moe",
@@ -240,7 +252,7 @@ def test_a_plan_trains_as_plain_pytorch(
     for section, key, value in ((*pin.split("=")[0].split("."), pin.split("=")[1]) for pin in _pins(pins)):
         if key in ("tp", "pp", "dp", "cp", "ep"):
             assert getattr(held[section].mesh, key) == int(value)
-        elif key in ("sharding", "recompute", "chunks", "placement"):
+        elif key in ("sharding", "recompute", "chunks", "placement", "overlap"):
             assert str(getattr(held[section], key)) == value
     kinds = {style.kind for s in made.plan.sections for style in s.styles} & {"experts", "routed"}
     cut = name in EXPERTS and any(max(s.mesh.tp, s.mesh.ep) > 1 for s in made.plan.sections)

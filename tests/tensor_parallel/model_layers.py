@@ -11,12 +11,13 @@ from torch import nn
 from secc.runtime.sections.recompute import recompute_units
 
 
-def first_layer(config: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Returns (the first layer of a model, arguments and keyword arguments of its call)."""
+def first_layer(config: Any, length: int = 6) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Returns (the first layer of a model, arguments and keyword arguments of its call on `length`
+    positions)."""
     torch.manual_seed(0)
     model = T.AutoModelForCausalLM.from_config(config).train()
     first, calls = recompute_units(model)[0], list[tuple[Any, Any]]()
     first.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
-    model(input_ids=torch.randint(0, 60, (2, 6)), use_cache=False)
+    model(input_ids=torch.randint(0, 60, (2, length)), use_cache=False)
     first._forward_pre_hooks.clear()
     return first, *calls[0]

@@ -84,13 +84,11 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate, ahead: bool
     ns_by_part[OVERHEADS_PART] = _evaluate_over_step(
         work, rank, c, job, job if load.mode != "forward" else "0"
     )
-    all_reduce = tp_pp_scaling.tp_all_reduce_ns(rank.cost, c.tp, work.cluster)
+    sums = tp_pp_scaling.price_tensor_sums(
+        rank.cost, c.tp, work.cluster, rank.overlap, rank.mean_sizes, c.backward_parts > 1
+    )
     ns_by_part[TP_SUMS_PART] = _evaluate_over_step(
-        work,
-        rank,
-        c,
-        all_reduce,
-        scale_expression(all_reduce, 1 + RECOMPUTED_LAYERS[c.recompute]) if load.mode != "forward" else "0",
+        work, rank, c, sums.forward_ns, sums.backward_ns(c.recompute) if load.mode != "forward" else "0"
     )
     exchange = exchange_ns(rank.cost, c.tp * c.cp, c.ep, work.cluster)
     again = scale_expression(exchange, 1 + RECOMPUTED_LAYERS[c.recompute])

@@ -22,8 +22,9 @@ from secc.ir.dialect.ops import GraphOp, SectionOp
 # Assumed where nothing is known of how a plan was found.
 DEFAULT_SOLVER_STATUS = {"status": "FEASIBLE", "gap": "1.0", "tried": "1"}
 NUMBER_KEYS = ("dp", "tp", "pp", "chunks", "cp", "ep", "micro_batch")
-WORD_KEYS = ("sharding", "recompute", "backward", "cp_per", "offload", "placement")
+WORD_KEYS = ("sharding", "recompute", "backward", "cp_per", "offload", "placement", "norms")
 UNWRITTEN_DEGREES = ("cp", "ep", "chunks")  # 1 where a section has no such attribute
+UNWRITTEN_WORDS = {"norms": "whole"}  # where a section has no such attribute
 
 
 def list_plan_choices(graph: GraphOp) -> tuple[str, ...]:
@@ -61,6 +62,7 @@ def _choice_text(section: SectionOp, key: str) -> str:
         return ""
     word = section.attributes.get(key)
     absent = 1 if key in UNWRITTEN_DEGREES and "dp" in section.attributes else ""
+    absent = UNWRITTEN_WORDS.get(key, absent) if "dp" in section.attributes else absent
     return word.data if isinstance(word, StringAttr) else str(get_number(section, key) or absent)
 
 

@@ -24,6 +24,7 @@ from secc.alloc.problem.candidates import (
 )
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.row_parts import row_part_choices
+from secc.alloc.problem.sequence_norms import list_norms
 from secc.alloc.problem.stackable_layers import count_declared_layers
 from secc.alloc.problem.types import ALL_KINDS, AllocEdge, Candidate, DevicePool, Problem, ReplicaShape
 from secc.cost.model import roofline
@@ -231,7 +232,7 @@ def _candidates_of_parts(
         if shape.ep > shape.tp and pins.pinned_number(load.name, "ep") is None:
             return  # possible without parts of experts on other replicas
         require_offload(work, load, shape, offloads, pins)
-    replica = require_rank_load(work, load, shape, ranks)
+    replica, norms = require_rank_load(work, load, shape, ranks), list_norms(work, load, shape, pins)
     most = min(ranks // size_of_replica, work.global_batch)
     replicas = max(1, shape.ep // shape.tp)
     if size_of_replica == least and pins.pinned_number(load.name, "ep") is not None:
@@ -239,7 +240,14 @@ def _candidates_of_parts(
     if size_of_replica > least and (pins.pinned_number(load.name, "dp") or 1) > most:
         return  # the pinned dp is possible with smaller replicas only
     all_ways = [
-        (mode, offload, work.rank_load(load, shape._replace(backward_parts=parts, offload=offload)))
+        (
+            mode,
+            offload,
+            [
+                work.rank_load(load, shape._replace(backward_parts=parts, offload=offload, norms=way))
+                for way in norms
+            ],
+        )
         for mode in modes
         for parts in list_backward_parts(load, shape, *mode, pins)
         for offload in offloads[mode[0]]
@@ -259,10 +267,13 @@ def _candidates_of_parts(
         }
         samples = -(-work.active_sample_count(load) // dp)
         sizes, limits = _micro_batch_limits(work, load, pins, samples)
-        ways = [(mode, rank) for mode, offload, rank in all_ways if fixed_fits[mode[0], offload]]
+        ways = [(mode, by_norms) for mode, offload, by_norms in all_ways if fixed_fits[mode[0], offload]]
         for size in sizes:
-            for mode, rank in ways:
-                found = price_fitting_candidates(work, rank, dp, size, *mode, capacity)
+            for mode, by_norms in ways:
+                priced = (
+                    price_fitting_candidates(work, rank, dp, size, *mode, capacity) for rank in by_norms
+                )
+                found = next(filter(None, priced), [])
                 if limits or cp_per != "section":
                     found = [replace(c, cp_per=cp_per, **limits) for c in found]
                 yield from found

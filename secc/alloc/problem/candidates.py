@@ -16,7 +16,9 @@ from functools import cached_property
 from itertools import chain
 from math import ceil, gcd, lcm
 
+import torch
 from xdsl.dialects.builtin import StringAttr
+from xdsl.ir import SSAValue
 
 from secc.alloc.problem.pins import PIN_WORDS, Pins
 from secc.alloc.problem.size_spread import PERMILLE, SizeSpread, measure_spread
@@ -38,7 +40,7 @@ from secc.cost.model.patterns_and_transfers import (
     section_transfers,
 )
 from secc.cost.model.recompute_cost import RECOMPUTED_LAYERS
-from secc.cost.model.section_cost import SectionCost, section_cost
+from secc.cost.model.section_cost import SectionCost, ops_in_section, section_cost
 from secc.cost.model.tp_pp_scaling import WHOLE_SECTION, StageShares, stage_shares
 from secc.cost.model.zero3_cost import ParameterTransfers, weight_copies, zero3_collectives
 from secc.errors import UserError
@@ -46,7 +48,9 @@ from secc.ir.analysis import sample_sizes
 from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.analysis.tp_layouts import expert_counts
 from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_section
-from secc.ir.dialect.ops import GraphOp, SectionOp
+from secc.ir.dialect import size_expr
+from secc.ir.dialect.ops import CallOp, GraphOp, SectionOp
+from secc.ir.dialect.tensor_type import tensor_type
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.plan.expr_eval import evaluate_expr, evaluate_expr_columns
 from secc.runtime.plan.schema import Cost, SubgroupCost, rank_position
@@ -79,7 +83,9 @@ class SectionLoad:
     `backward_ns` maps each recompute mode to an expression. `shape` says how many ranks share a replica: cost
     and times are those of one of these ranks (by default the whole section). `spread` describes how the times
     of its samples differ. `outside_share` is the fraction of the section's time that passes outside of its
-    layers, `stages` what its stages have, and `row_attention` how ranks of cp attend to each other's rows.
+    layers, `stages` what its stages have, `row_attention` how ranks of cp attend to each other's rows, and
+    `overlap` which sums over tp travel behind products. `mean_sizes` are those of a mean sample of the most
+    frequent pattern.
     The `cached_*` fields memoise results of this module's functions.
     """
 
@@ -95,6 +101,8 @@ class SectionLoad:
     outside_share: Fraction = Fraction(0)
     stages: StageShares = WHOLE_SECTION
     row_attention: str = "gather"
+    overlap: str = "none"
+    mean_sizes: Mapping[str, int] = field(default_factory=dict[str, int])
     cached_numbers: dict[object, tuple[int, int]] = field(
         init=False, repr=False, compare=False, default_factory=dict[object, tuple[int, int]]
     )
@@ -164,6 +172,9 @@ class Workload:
         repr=False,
         compare=False,
         default_factory=dict[tuple[str, ReplicaShape, str], SectionLoad],
+    )
+    cached_sequences: dict[str, bool] = field(
+        init=False, repr=False, compare=False, default_factory=dict[str, bool]
     )
     cached_sizes: dict[tuple[frozenset[str], int], dict[str, int]] = field(
         init=False,
@@ -241,6 +252,19 @@ class Workload:
             self.cached_layers[load.name] = count_stackable_layers(self.graph, load.section, load.cost.layers)
         return self.cached_layers[load.name]
 
+    def has_sequences(self, load: SectionLoad) -> bool:
+        """Whether layers of a section work on tensors [samples, rows, width] with rows that depend on
+        samples."""
+        if load.name not in self.cached_sequences:
+            self.cached_sequences[load.name] = any(
+                bool(get_number(op, "layers") or get_number(op, "units"))
+                and any(map(_is_sequence, (*op.results, *op.operands)))
+                for case in self.graph.cases
+                for op in ops_in_section(case, load.name)
+                if isinstance(op, CallOp)
+            )
+        return self.cached_sequences[load.name]
+
     def whole_batch_kind(self, load: SectionLoad) -> str:
         """How a section takes all samples of a step at once (`whole_batch_of_section`), "" if it does not."""
         if load.name not in self.cached_whole_batches:
@@ -252,6 +276,12 @@ class Workload:
         if load.name not in self.cached_active_samples:
             self.cached_active_samples[load.name] = max(1, ceil(self.global_batch * load.sample_share))
         return self.cached_active_samples[load.name]
+
+
+def _is_sequence(value: SSAValue) -> bool:
+    kind = tensor_type(value)
+    floating = getattr(torch, kind.torch_dtype).is_floating_point
+    return floating and len(kind.shape) == 3 and bool(size_expr.symbol_names(kind.shape[1]))
 
 
 def build_workload(graph: GraphOp, cluster: Cluster, global_batch: int) -> Workload:
@@ -282,7 +312,9 @@ def _build_section_load(
     """Load of a whole section, with the spread of its listed samples' times."""
     mode = section.mode.data if section.mode is not None else "train"
     active = tuple(p for p in seen if section_handles_pattern(section, p))
-    whole = SectionLoad(section, mode, section_cost(graph, section), "0", {}, "", active)
+    frequent = max(active, key=lambda p: p.share, default=None)
+    sizes = {} if frequent is None else micro_batch_sizes(graph, frequent.sizes, 1)
+    whole = SectionLoad(section, mode, section_cost(graph, section), "0", {}, "", active, mean_sizes=sizes)
     load = compute_rank_load(whole, WHOLE, cluster)
     return replace(
         load,
@@ -320,9 +352,11 @@ def compute_rank_load(
 ) -> SectionLoad:
     """Load of a section on one rank of its replicas of this shape, given the whole section's load. attention:
     see `Workload.rank_load`."""
-    device, mode, (tp, pp, cp, ep, backward_parts, offload, chunks, _) = cluster.device, whole.mode, shape
+    device, mode = cluster.device, whole.mode
+    tp, pp, cp, ep, backward_parts, offload, chunks, _, norms, overlap = shape
     stages = whole.stage_shares(pp, chunks)
-    whole_rows = cost_with_expert_parts(whole.cost, tp, ep, stages)
+    undivided = replace(whole.cost, sequence_parallel=norms == "sequence")
+    whole_rows = cost_with_expert_parts(undivided, tp, ep, stages)
     attention = cp_scaling.choose_row_attention(
         whole.cost,
         whole_rows,
@@ -335,21 +369,23 @@ def compute_rank_load(
     priced = cost_under_framework(cost, tp, device.framework)
     saved = saved_under_framework(whole.cost, cost, tp, stages.layers, device.framework)
     cost = replace(cost, saved=saved)
-    all_reduce = tp_pp_scaling.tp_all_reduce_ns(cost, tp, cluster)
+    given_overlap = overlap or get_string(whole.section, "pinned_overlap") or ""
+    overlap = tp_pp_scaling.choose_overlap(cost, tp, cluster, mode, whole.mean_sizes, given_overlap)
+    sums = tp_pp_scaling.price_tensor_sums(cost, tp, cluster, overlap, whole.mean_sizes, backward_parts > 1)
     tokens = exchange_ns(cost, tp * cp, ep, cluster)
     rows = cp_scaling.price_row_exchange(whole_rows, tp, cp, cluster, attention)
     measured_permille = [
         int(get_number(whole.section, name) or 1000) for name in MEASURED_PERMILLE_ATTRIBUTES
     ]
     forward = _scale_permille(
-        _add_times(roofline.forward_ns_expression(priced, device), all_reduce, tokens, rows.forward_ns),
+        _add_times(roofline.forward_ns_expression(priced, device), sums.forward_ns, tokens, rows.forward_ns),
         measured_permille[0],
     )
     backward = {
         recompute: _scale_permille(
             _add_times(
                 roofline.backward_ns_expression(priced, mode, device, recompute),
-                scale_expression(all_reduce, 1 + RECOMPUTED_LAYERS[recompute]),
+                sums.backward_ns(recompute),
                 scale_expression(tokens, 1 + RECOMPUTED_LAYERS[recompute]),
                 rows.backward_ns(recompute),
             ),
@@ -377,6 +413,7 @@ def compute_rank_load(
         shape=shape,
         stages=stages,
         row_attention=attention,
+        overlap=overlap,
     )
 
 
@@ -665,6 +702,7 @@ def _make_candidate(
         backward_parts=load.shape.backward_parts,
         chunks=load.shape.chunks,
         placement=load.shape.placement,
+        norms=load.shape.norms,
         sharding=sharding,
         idle_ns=bubble if load.mode == "forward" else 0,
         offload=load.shape.offload,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from secc.errors import UserError
-from secc.runtime.plan.schema import PLACEMENTS
+from secc.runtime.plan.schema import OVERLAPS, PLACEMENTS
 
 PIN_NUMBERS = ("dp", "micro_batch", "tp", "pp", "chunks", "cp", "ep", "micro_batch_tokens")
 # Values of each key, in the order of preference among equals.
@@ -20,6 +20,7 @@ PIN_WORDS = {
     "cp_per": ("section", "micro_batch"),
     "offload": ("none", "optimizer", "weights"),
     "placement": PLACEMENTS,
+    "overlap": OVERLAPS,
 }
 EXPERT_LOAD = "expert_load"
 PIN_KEYS = (*PIN_NUMBERS, "with", *PIN_WORDS, EXPERT_LOAD)
@@ -138,6 +139,17 @@ class Pins:
                 "only ranks of a tensor-parallel replica share a sequence"
             )
             raise UserError(message, remedy=f"set {section}.tp above 1 too, or leave it out")
+        return asked
+
+    def pinned_overlap(self, section: str) -> str:
+        """Which sums over tp shall travel behind products, "" if it is not pinned.
+
+        Raises UserError for a section that is pinned to one rank of tp.
+        """
+        asked = self.words.get(section, {}).get("overlap", "")
+        if asked not in ("", "none") and self.pinned_number(section, "tp") == 1:
+            message = f"{section}.overlap={asked} is impossible: with tp=1 there are no sums over ranks"
+            raise UserError(message, remedy=f"set {section}.tp above 1, or leave it out")
         return asked
 
     def word_choices(self, section: str, key: str) -> tuple[str, ...]:

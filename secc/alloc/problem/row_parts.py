@@ -11,18 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-import torch
-from xdsl.ir import SSAValue
-
 from secc.alloc.problem.candidates import SectionLoad, Workload, longest_sample_bytes
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.size_spread import PERMILLE
 from secc.alloc.problem.types import ReplicaShape
-from secc.cost.model.section_cost import ops_in_section
-from secc.ir.analysis.dataflow import get_number
-from secc.ir.dialect import size_expr
-from secc.ir.dialect.ops import CallOp
-from secc.ir.dialect.tensor_type import tensor_type
 
 LONG_SAMPLE_MEMORY = Fraction(1, 2)
 LONG_SAMPLE_TIME = 2
@@ -48,7 +40,7 @@ def row_parts_for_long_samples(work: Workload, load: SectionLoad, tp: int, pp: i
         cp <= MAX_ROW_PARTS
         and tp * pp * cp <= ranks
         and _has_long_sample(work, load, ReplicaShape(tp, pp, cp // 2), ranks)
-        and _has_sequences(work, load)
+        and work.has_sequences(load)
     ):
         choices.append(cp)
         cp *= 2
@@ -63,20 +55,3 @@ def _has_long_sample(work: Workload, load: SectionLoad, shape: ReplicaShape, ran
         return True
     kept = longest_sample_bytes(work, work.rank_load(load, shape), "none")
     return kept > LONG_SAMPLE_MEMORY * work.cluster.device.usable_memory
-
-
-def _has_sequences(work: Workload, load: SectionLoad) -> bool:
-    """Whether layers of a section work on tensors [samples, rows, width] with rows that depend on samples."""
-    return any(
-        bool(get_number(op, "layers") or get_number(op, "units"))
-        and any(map(_is_sequence, (*op.results, *op.operands)))
-        for case in work.graph.cases
-        for op in ops_in_section(case, load.name)
-        if isinstance(op, CallOp)
-    )
-
-
-def _is_sequence(value: SSAValue) -> bool:
-    kind = tensor_type(value)
-    floating = getattr(torch, kind.torch_dtype).is_floating_point
-    return floating and len(kind.shape) == 3 and bool(size_expr.symbol_names(kind.shape[1]))

@@ -14,7 +14,9 @@ class ReplicaShape(NamedTuple):
     """How many ranks share a replica: its parameters (tp), layers (pp) and rows of sequences (cp). Experts
     form `ep` parts on these ranks. A backward of two `backward_parts` is split: gradients of inputs, later
     those of parameters. `offload` says what lives in host memory. Each rank of a pipeline holds `chunks`
-    pieces of layers, which lie as `placement` says (`secc.runtime.plan.schema.rank_position`)."""
+    pieces of layers, which lie as `placement` says (`secc.runtime.plan.schema.rank_position`). `norms` work
+    on "whole" sequences or on the positions of a rank of tp ("sequence"). `overlap` says which sums over tp
+    travel behind products, "" where the shortest way counts."""
 
     tp: int = 1
     pp: int = 1
@@ -24,6 +26,8 @@ class ReplicaShape(NamedTuple):
     offload: str = "none"
     chunks: int = 1
     placement: str = "loop"
+    norms: str = "whole"
+    overlap: str = ""
 
     @property
     def stages(self) -> int:
@@ -63,6 +67,7 @@ class Candidate:
       offload: what lives in host memory: "none", "optimizer" states or frozen "weights".
       host_memory: bytes of host memory for a rank.
       chunks, placement: pieces of layers on a rank of a pipeline, and how they lie on the ranks.
+      norms: whether norms work on "whole" sequences, or on the positions of a rank of tp ("sequence").
       kind: index of the device kind, or `ALL_KINDS`.
       excluded: the candidate must not be chosen (`exclude_candidates`).
     """
@@ -95,6 +100,7 @@ class Candidate:
     host_memory: int = 0
     chunks: int = 1
     placement: str = "loop"
+    norms: str = "whole"
 
     @property
     def most_samples(self) -> int:
@@ -123,6 +129,7 @@ class Candidate:
             self.offload,
             self.chunks,
             self.placement,
+            self.norms,
         )
 
     @property

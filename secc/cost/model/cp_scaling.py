@@ -145,6 +145,7 @@ def cost_on_rows(cost: SectionCost, cp: int, attention: str = "gather") -> Secti
             "layer_input_bytes",
             "exchanged_bytes",
             "query_bytes",
+            "layer_work",
             "routed_work",
             "routed_backward_work",
             "routed_bytes",

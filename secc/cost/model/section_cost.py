@@ -99,6 +99,7 @@ _EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size s
     "routed_bytes",
     "exchanged_bytes",
     "query_bytes",
+    "layer_work",
 )
 
 
@@ -110,6 +111,7 @@ class SectionCost:
         flops, backward_flops: FLOPs.
         work, backward_work: the same FLOPs without those of experts, weighted by how slow products of their
             shapes are (`secc.cost.model.gemm_efficiency`); times are computed from these.
+        layer_work: the part of `work` that is products of layers with their weights, measured calls included.
         glue_bytes: bytes moved in forward by glue, and inside blocks by all operations but products.
         ops: operations issued in forward.
         forward_ns, backward_ns: measured nanoseconds. Calls with measured times are in these fields and not
@@ -194,6 +196,7 @@ class SectionCost:
     routed_bytes: str = "0"
     exchanged_bytes: str = "0"
     query_bytes: str = "0"
+    layer_work: str = "0"
     key_heads: int = 0
     expert_row_work: int = 0
     expert_layers: int = 0
@@ -239,6 +242,7 @@ class _CostAccumulator:
     routed_bytes: Counter[str] = field(default_factory=Counter[str])
     exchanged_bytes: Counter[str] = field(default_factory=Counter[str])
     query_bytes: Counter[str] = field(default_factory=Counter[str])
+    layer_work: Counter[str] = field(default_factory=Counter[str])
     expert_row_work: int = 0
     logits_saved: Counter[str] = field(default_factory=Counter[str])
     logits_moved: Counter[str] = field(default_factory=Counter[str])
@@ -337,6 +341,7 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, outside_lay
         routed_bytes=largest(case.routed_bytes for case in cases),
         exchanged_bytes=largest(case.exchanged_bytes for case in cases),
         query_bytes=largest(case.query_bytes for case in cases),
+        layer_work=largest(case.layer_work for case in cases),
         key_heads=_common_key_heads(calls, blocks),
         expert_row_work=max((case.expert_row_work for case in cases), default=0),
         expert_load=float_attribute(section, "expert_load", DEFAULT_EXPERT_LOAD),
@@ -566,6 +571,7 @@ def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: 
         sums.layer_input_bytes[size_expr.format_expr(entering)] += 1
         sums.exchanged_bytes[size_expr.format_expr(cost.exchanged)] += 1
         sums.query_bytes[size_expr.format_expr(cost.queries)] += 1
+        sums.layer_work[size_expr.format_expr(cost.work - cost.routed_work)] += 1
     if op_has_backward(call):
         backward_flops, backward_work = _backward_flops_and_work(cost, _backward_forward_ratio(block))
         sums.backward_flops[backward_flops] += 1

@@ -15,16 +15,20 @@ All-reduces are priced as those of gradients (`secc.cost.model.collectives`): a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property
 
-from secc.cluster import Cluster
+from secc.cluster import OWN_RUNTIME, Cluster
 from secc.cost.model.collectives import all_reduce_messages
 from secc.cost.model.cost_expressions import scale_expression
 from secc.cost.model.gemm_efficiency import DEFAULT_EFFICIENCY
-from secc.cost.model.recompute_cost import RecomputeCost
+from secc.cost.model.recompute_cost import RECOMPUTED_LAYERS, RecomputeCost
 from secc.cost.model.section_cost import SectionCost
+from secc.runtime.plan.expr_eval import evaluate_expr, expression_symbols
+from secc.runtime.plan.schema import OVERLAPS
+from secc.runtime.tensor_parallel.overlapped_products import PRODUCT_CHUNKS
 
 # Korthikanti et al.: 34 bytes per token and hidden unit are saved, 24 of them between divided products.
 CUT_ACTIVATION_PARTS, ALL_ACTIVATION_PARTS = 24, 34
@@ -32,13 +36,45 @@ GATHERED_ACTIVATION_PARTS = 4  # the inputs of attention and of the feed-forward
 PARAMETER_COUNTS = ("params", "trainable", "param_bytes", "trainable_bytes", "master_bytes")
 EXPERT_COUNTS = ("expert_params", "expert_trainable", "expert_bytes", "expert_trainable_bytes")
 ALL_REDUCES_PER_LAYER = 2  # after attention and after the feed-forward network
+# Parts of a layer's products that attention and the feed-forward network have, by FLOPs: means of GPT (0.25
+# and 0.33 in columns, 0.08 and 0.33 in rows), Llama 2 7B (0.25 and 0.45, 0.08 and 0.22) and Llama 3 8B (0.12
+# and 0.54, 0.08 and 0.27).
+COLUMN_PRODUCTS = (Fraction(20, 100), Fraction(44, 100))
+ROW_PRODUCTS = (Fraction(8, 100), Fraction(28, 100))
+HIDDEN_PERCENT = 85  # of a hidden sum; the rest is what products lose to its kernels (assumed)
+TYPICAL_SIZE = 8192  # of every symbol, where only a ratio of two costs counts
 
 
-def tp_all_reduce_ns(cost: SectionCost, tp: int, cluster: Cluster) -> str:
-    """Nanoseconds of the all-reduces over tp in one direction of a micro-batch, as an expression over its
-    symbols; "0" without tensor parallelism."""
+@dataclass(frozen=True)
+class TensorSums:
+    """Nanoseconds of the sums over tp that products do not hide, as expressions over a micro-batch's symbols:
+    of one forward, and of the input gradients of one backward."""
+
+    forward_ns: str = "0"
+    gradient_ns: str = "0"
+
+    def backward_ns(self, recompute: str) -> str:
+        """Sums in a backward; layers that run again sum again."""
+        again = scale_expression(self.forward_ns, RECOMPUTED_LAYERS[recompute])
+        return self.gradient_ns if again == "0" else f"{self.gradient_ns} + {again}"
+
+
+def price_tensor_sums(
+    cost: SectionCost,
+    tp: int,
+    cluster: Cluster,
+    overlap: str = "none",
+    sizes: Mapping[str, int] | None = None,
+    splits_backward: bool = False,
+) -> TensorSums:
+    """Prices the sums over tp of a micro-batch.
+
+    cost: of a rank. overlap: which sums travel behind products (`Section.overlap`); how much of them these
+    hide is found for a micro-batch of `sizes`, and the same part is taken of every other one.
+    splits_backward: the first part of a backward has no weight gradients to hide sums behind.
+    """
     if tp == 1 or cost.layers == 0:
-        return "0"
+        return TensorSums()
     messages, link = all_reduce_messages(tp, cluster)
     # With sequence parallelism, gathering positions at a layer's ends costs half an all-reduce more.
     all_reduces = (
@@ -48,11 +84,81 @@ def tp_all_reduce_ns(cost: SectionCost, tp: int, cluster: Cluster) -> str:
     )
     per_layer = all_reduces / cost.layers
     bandwidth = per_layer.denominator * (tp * link.bytes_per_s // 10**6)
-    latency = int(messages * all_reduces * link.latency_ns)
-    exchange = f"{latency} + {messages * per_layer.numerator}*1000*({cost.layer_input_bytes})//({bandwidth})"
+    moving = f"{messages * per_layer.numerator}*1000*({cost.layer_input_bytes})//({bandwidth})"
+    latency = messages * link.latency_ns
     framework = cluster.device.framework
     share = Fraction(framework.tp_percent * (100 - framework.tp_hidden_percent), 100**2)
-    return scale_expression(exchange, share)
+    sums = _LayerSums(cost, cluster, latency, moving, all_reduces, sizes or {})
+
+    def price(chunks: int, hidden_ns: int) -> str:
+        more = (chunks - 1) * latency * ALL_REDUCES_PER_LAYER * cost.layers // (1 + cost.sequence_parallel)
+        text = f"{int(latency * all_reduces) + more} + {moving}"
+        total = evaluate_expr(text, sums.sizes)
+        left = Fraction(round(1000 * (total - hidden_ns) / total), 1000) if hidden_ns else Fraction(1)
+        return scale_expression(text, share * left)
+
+    opened = price(1, 0)
+    if overlap == "none":
+        return TensorSums(opened, opened)
+    trained = Fraction(0 if splits_backward else cost.trainable, max(1, cost.params))
+    gradients = price(1, sums.hidden_ns(COLUMN_PRODUCTS, trained, 1))
+    if overlap == "backward":
+        return TensorSums(opened, gradients)
+    hidden = sums.hidden_ns(ROW_PRODUCTS, Fraction(1), PRODUCT_CHUNKS)
+    return TensorSums(price(PRODUCT_CHUNKS, hidden), gradients)
+
+
+class _LayerSums:
+    """The sums of a section's layers in a micro-batch of `sizes`, and the products that may hide them."""
+
+    def __init__(
+        self,
+        cost: SectionCost,
+        cluster: Cluster,
+        latency: int,
+        moving: str,
+        all_reduces: Fraction,
+        sizes: Mapping[str, int],
+    ) -> None:
+        symbols = expression_symbols(f"{cost.layer_work} + {moving}")
+        self.sizes = dict.fromkeys(symbols, TYPICAL_SIZE) | dict(sizes)
+        work = evaluate_expr(cost.layer_work, self.sizes)
+        self.layers, self.dense_layers = cost.layers, max(0, cost.layers - cost.expert_layers)
+        self.products_ns = Fraction(1000 * work, cluster.device.flops_per_us(cost.dtype) * cost.layers)
+        # With sequence parallelism, half of an all-reduce passes behind products: a reduce-scatter.
+        behind = Fraction(1, 2) if cost.sequence_parallel else Fraction(1)
+        self.moving_ns = behind * evaluate_expr(moving, self.sizes) / all_reduces
+        self.latency_ns = behind * latency
+
+    def hidden_ns(self, parts: tuple[Fraction, Fraction], weight: Fraction, chunks: int) -> int:
+        """Ns of sums that pass behind products of attention and of the feed-forward network, `parts` of a
+        layer's products, times `weight`. One chunk is all of a sum behind a product that does not need it;
+        of several, each but the last travels behind the product of the next one. Results of experts are
+        summed in the open."""
+        each, hidden = self.latency_ns + self.moving_ns / chunks, Fraction(0)
+        for part, layers in zip(parts, (self.layers, self.dense_layers), strict=True):
+            product = part * weight * self.products_ns / chunks
+            hidden += layers * max(1, chunks - 1) * min(product, each)
+        return int(hidden * HIDDEN_PERCENT / 100)
+
+
+def choose_overlap(
+    cost: SectionCost, tp: int, cluster: Cluster, mode: str, sizes: Mapping[str, int], pinned: str = ""
+) -> str:
+    """Returns which sums over tp travel behind products: what is shortest for a micro-batch of these sizes,
+    or what is pinned. `mode`: of the section, `cost`: of a rank. On CPUs sums need the processor themselves,
+    and nothing hides them."""
+    if tp == 1 or cost.layers == 0:
+        return "none"
+    if pinned or cluster.device.backend == "cpu" or cluster.device.framework != OWN_RUNTIME:
+        return pinned or "none"
+
+    def step_ns(overlap: str) -> int:
+        sums = price_tensor_sums(cost, tp, cluster, overlap, sizes)
+        text = sums.forward_ns if mode == "forward" else f"{sums.forward_ns} + {sums.gradient_ns}"
+        return evaluate_expr(text, dict.fromkeys(expression_symbols(text), TYPICAL_SIZE) | dict(sizes))
+
+    return min(OVERLAPS, key=step_ns)
 
 
 @dataclass(frozen=True)
@@ -168,6 +274,7 @@ def cost_on_rank(cost: SectionCost, tp: int, stages: StageShares = WHOLE_SECTION
         layer_input_bytes=scale_expression(cost.layer_input_bytes, stage_share),
         exchanged_bytes=scale_expression(cost.exchanged_bytes, divided_share),
         query_bytes=scale_expression(cost.query_bytes, divided_share),
+        layer_work=scale_expression(cost.layer_work, divided_share * slowdown),
         ops=ceil_share(cost.ops, longest),
         layers=ceil_share(cost.layers, stage_share),
         recompute=recompute,

@@ -52,7 +52,7 @@ from secc.ir.dialect.readable_names import SETTINGS_ATTRIBUTE
 from secc.ir.dialect.typed_attributes import StyleAttr
 from secc.runtime.fusion.install import install_fused
 from secc.runtime.model.user_file import UserModel
-from secc.runtime.plan.schema import CodeRewrite, ModuleStyle, Shard
+from secc.runtime.plan.schema import OVERLAPS, CodeRewrite, ModuleStyle, Shard
 from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.sections.recompute import recompute_units
 from secc.runtime.tensor_parallel.linear_modules import LinearModule, as_embedding, as_linear
@@ -113,10 +113,11 @@ class Degrees(NamedTuple):
 @dataclass(frozen=True)
 class LayoutSearch:
     """Layouts of layers by path and degrees, and the conditions they were verified under: the fused
-    operators, and whether norms work on parts of the sequence."""
+    operators, whether norms work on parts of the sequence, and which sums travel behind products."""
 
     fused: FusedOperators = ((), "")
     sequence_norms: bool = False
+    overlap: str = "none"
     layouts: Mapping[tuple[str, Degrees], ModuleLayout] = field(
         default_factory=dict[tuple[str, Degrees], ModuleLayout]
     )
@@ -165,12 +166,13 @@ def search_layouts(
     were verified with the same operators."""
     graph, meta = graph_of(module), subject.meta
     sequence = any(get_string(s, "norms") == "sequence" for s in graph.sections)
+    overlap = max((get_string(s, "overlap") or "none" for s in graph.sections), key=OVERLAPS.index)
     wanted = [
         (path, m, degrees)
         for block, degrees in _blocks_with_tp(graph)
         for path, m in layers_to_split(meta, block)
     ]
-    same = (known.fused, known.sequence_norms) == (fused, sequence)
+    same = (known.fused, known.sequence_norms, known.overlap) == (fused, sequence, overlap)
     found = {
         (path, n): known.layouts[path, n] for path, _, n in wanted if same and (path, n) in known.layouts
     }
@@ -183,10 +185,16 @@ def search_layouts(
             observer.run_model(subject.model, subject.user, subject.survey)
         observer.run_blocks_on_meta(graph, meta, subject.samples)
         seeker = _LayoutSearcher(
-            meta, subject.model, observer, SmallModelLayers(subject.user, subject.survey), fused, sequence
+            meta,
+            subject.model,
+            observer,
+            SmallModelLayers(subject.user, subject.survey),
+            fused,
+            sequence,
+            overlap,
         )
         found |= {(path, d): seeker.find_layout(path, d) for path, _, d in wanted if path in layers}
-    return LayoutSearch(fused, sequence, found)
+    return LayoutSearch(fused, sequence, overlap, found)
 
 
 def _blocks_with_tp(graph: GraphOp) -> list[tuple[str, Degrees]]:
@@ -248,6 +256,7 @@ class _LayoutSearcher:
         small: SmallModelLayers,
         fused: FusedOperators,
         sequence: bool,
+        overlap: str,
     ) -> None:
         self.meta, self.source, self.observer, self.small, self.fused = (
             meta,
@@ -257,7 +266,7 @@ class _LayoutSearcher:
             fused,
         )
         self._layouts_by_kind: dict[object, ModuleLayout] = {}
-        self.sequence = sequence
+        self.sequence, self.overlap = sequence, overlap
 
     def find_layout(self, path: str, degrees: Degrees) -> ModuleLayout:
         module = self.source.get_submodule(path)
@@ -423,7 +432,11 @@ class _LayoutSearcher:
         if not styles:
             return [], ()
         verdict = whole.compare_mapping(
-            count, styles, mapping_shards(module, mapping), partial(install_fused_in, self.fused, path)
+            count,
+            styles,
+            mapping_shards(module, mapping),
+            partial(install_fused_in, self.fused, path),
+            self.overlap,
         )
         return ([], ()) if verdict.reason is not None else (styles, verdict.partial_parameters)
 
@@ -436,7 +449,9 @@ class _LayoutSearcher:
         cut, whole, why = mapping_shards(module, mapping), UnsplitModule(module, call), None
         for shapes in (True,) if mapping.draws_random else (False, True):
             styles = mapping.layer_styles(shapes)
-            verdict = whole.compare_mapping(count, styles, cut, partial(install_fused_in, self.fused, path))
+            verdict = whole.compare_mapping(
+                count, styles, cut, partial(install_fused_in, self.fused, path), self.overlap
+            )
             why = verdict.reason
             if why is None:
                 positions = self._verify_sequence_styles(path, module, whole, count, mapping, shapes)

@@ -41,6 +41,11 @@ class ThreadGroup:
             total = torch.stack(self._exchange.exchange_tensors(self.index, tensor)).sum(0)
             return tensor.copy_(total)
 
+    def start_all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Replaces `tensor`, of any shape, by its sum over all threads; there is nothing left to wait for."""
+        self.all_reduce(tensor)
+        return lambda: None
+
     def all_gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Concatenates the 1-D tensors of all threads; `lengths` are their lengths."""
         return torch.cat(self._exchange.exchange_tensors(self.index, tensor))
@@ -49,6 +54,12 @@ class ThreadGroup:
         """Sums a 1-D tensor over all threads and returns this thread's part; `lengths` are the lengths of the
         parts."""
         return self.all_reduce(tensor.clone()).split(list(lengths))[self.index].clone()
+
+    def start_reduce_scatter(
+        self, tensor: torch.Tensor, lengths: Sequence[int]
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Returns what `reduce_scatter` does; there is nothing left to wait for."""
+        return self.reduce_scatter(tensor, lengths), lambda: None
 
     def all_to_all(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """Sends the first `sent[0]` rows (along dim 0) to thread 0 and so on; returns `received[0]` rows of

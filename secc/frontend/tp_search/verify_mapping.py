@@ -73,16 +73,17 @@ class UnsplitModule:
         styles: Sequence[ModuleStyle],
         shards: Sequence[Shard],
         fuse: Callable[[nn.Module], None] = lambda module: None,
+        overlap: str = "none",
     ) -> MappingVerdict:
         """Compares the module split over `count` ranks with the unsplit one.
 
-        fuse: installs fused operators in a rank's module.
+        fuse: installs fused operators in a rank's module. overlap: which sums travel behind products.
         """
         state = torch.random.get_rng_state()
         try:
             whole, expected = self.reference()
             ranks = run_thread_ranks(
-                count, lambda group: _run_rank(whole, self._call, group, styles, shards, fuse)
+                count, lambda group: _run_rank(whole, self._call, group, styles, shards, fuse, overlap)
             )
         except Exception as error:
             return MappingVerdict(failure_reason(error))
@@ -142,10 +143,11 @@ def _run_rank(
     styles: Sequence[ModuleStyle],
     shards: Sequence[Shard],
     fuse: Callable[[nn.Module], None],
+    overlap: str,
 ) -> ModuleRun:
     part = copy.deepcopy(whole, _parameters_of_rank(whole, _cuts_by_name(whole, shards, group.size), group))
     fuse(part)
-    apply_styles(part, styles, group, shards)
+    apply_styles(part, styles, group, shards, overlap=overlap)
     return _run_with_gradients(part, call)
 
 

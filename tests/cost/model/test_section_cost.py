@@ -15,7 +15,7 @@ from secc.cost.model.memory import rank_memory
 from secc.cost.model.patterns_and_transfers import input_patterns, section_transfers
 from secc.cost.model.recompute_cost import RecomputeCost
 from secc.cost.model.section_cost import SectionCost, section_cost
-from secc.cost.model.tp_pp_scaling import cost_on_rank, tp_all_reduce_ns
+from secc.cost.model.tp_pp_scaling import cost_on_rank, price_tensor_sums
 from secc.cost.model.zero3_cost import weight_copies, zero3_collectives
 from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.ir.text_io import module_text as text
@@ -199,10 +199,9 @@ def test_tensor_parallelism_divides_logits_by_tokens() -> None:
     assert evaluate_expr(rank.logits_backward_transient, {"B": 1, "S": 1}) == 64
     kept = 6 * 16 // 34  # of what tp does not cut by tokens (10 + 24/4) parts in 34
     assert evaluate_expr(rank.saved, {"B": 1, "S": 1}) == kept + 64
-    assert tp_all_reduce_ns(
-        replace(whole, layers=1, layer_input_bytes="8*B*S"), 4, parse_cluster("1x4xH100")
-    ) != tp_all_reduce_ns(
-        replace(whole, layers=1, layer_input_bytes="8*B*S", logits_moved="0"), 4, parse_cluster("1x4xH100")
+    with_layer, cluster = replace(whole, layers=1, layer_input_bytes="8*B*S"), parse_cluster("1x4xH100")
+    assert price_tensor_sums(with_layer, 4, cluster) != price_tensor_sums(
+        replace(with_layer, logits_moved="0"), 4, cluster
     )
 
 
@@ -214,7 +213,8 @@ def test_sequence_parallelism_saves_less_and_sends_more() -> None:
         evaluate_expr(cost_on_rank(cut, 4).saved, {}),
     ) == (1600, 1150)
     cluster = parse_cluster("1x4xH100")
-    times = [evaluate_expr(tp_all_reduce_ns(c, 4, cluster), {"B": 1000, "S": 1000}) for c in (whole, cut)]
+    sums = [price_tensor_sums(c, 4, cluster).forward_ns for c in (whole, cut)]
+    times = [evaluate_expr(text, {"B": 1000, "S": 1000}) for text in sums]
     assert times[1] == pytest.approx(1.25 * times[0], rel=1e-4)
 
 
