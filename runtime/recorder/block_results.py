@@ -340,10 +340,10 @@ class TensorDigests:
         """Returns a digest of the values of a tensor of any shape. It is cached until an op changes the
         tensor in place."""
         if torch.is_inference(tensor):
-            return _hash_values(tensor)
+            return hash_values(tensor)
         cached = self._known.get(tensor)
         if cached is None or cached[0] != tensor._version:
-            cached = tensor._version, _hash_values(tensor)
+            cached = tensor._version, hash_values(tensor)
             self._known[tensor] = cached
         return cached[1]
 
@@ -371,7 +371,8 @@ def _describe_arguments(arguments: Any, sizes: bool = True) -> str:
     return repr(nested_values.encode_arguments(arguments, describe))
 
 
-def _hash_values(tensor: torch.Tensor) -> bytes:
+def hash_values(tensor: torch.Tensor) -> bytes:
+    """Return a digest of a tensor's entries."""
     return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
 
 

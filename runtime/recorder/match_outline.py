@@ -17,6 +17,7 @@ from torch import fx
 
 from secc.runtime.errors import UserError
 from secc.runtime.plan.expr_eval import evaluate_expr
+from secc.runtime.recorder.block_results import hash_values
 from secc.runtime.recorder.nested_values import take_at_path
 from secc.runtime.recorder.outline import recorded_glue
 from secc.runtime.recorder.recording import Recording
@@ -49,8 +50,9 @@ def node_kind(node: fx.Node) -> list[Any]:
 
 def constant_digest(tensor: torch.Tensor) -> str:
     """Return a name for a constant of any shape, from its shape, dtype and contents."""
-    text = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.flatten().tolist()}"
-    return f"constant_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(hash_values(tensor))
+    return f"constant_{digest.hexdigest()[:12]}"
 
 
 def find_outline_mismatch(

@@ -57,11 +57,25 @@ def preview_step(compiled: CompiledPlan) -> StepPreview:
     step = simulate_drawn_step(plan, graph)
     if step is None:
         return StepPreview(plan, None, {})
+    if "widths_price" in plan.checks:
+        plan = _price_widths(plan, graph, step)
     if any(is_statistic(t.name) for t in plan.terms):
         plan = _note_first_pass(plan, graph, step)
     return StepPreview(
         add_simulated_step(plan, step), make_step_figures(step), {TRACE_FILE: format_trace(step)}
     )
+
+
+def _price_widths(plan: Plan, graph: GraphOp, step: SimulatedStep) -> Plan:
+    """Returns the plan with what padding to the global batch's widths takes in front of its price: the same
+    plan is simulated with the micro-batches' own widths."""
+    own = simulate_drawn_step(dataclasses.replace(plan, widths="own"), graph)
+    assert own is not None
+    price = (
+        f"a step of {seconds_text(step.end / 1e9)} in place of {seconds_text(own.end / 1e9)} with own widths;"
+        f" {plan.checks['widths_price']}"
+    )
+    return dataclasses.replace(plan, checks=plan.checks | {"widths_price": price})
 
 
 def _note_first_pass(plan: Plan, graph: GraphOp, step: SimulatedStep) -> Plan:

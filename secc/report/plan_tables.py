@@ -53,7 +53,6 @@ def plan_tables(plan: Plan) -> list[TextTable]:
 
 def plan_summary(plan: Plan) -> list[tuple[str, str]]:
     """The headline facts of a plan, as (name, value)."""
-    status, gap = plan.solver.get("status", "unknown"), plan.solver.get("gap")
     cluster = plan.cluster.get("text") or plan.cluster.get("name") or plan.cluster.get("kind", "this machine")
     facts = [
         ("model", plan.model.path),
@@ -64,7 +63,7 @@ def plan_summary(plan: Plan) -> list[tuple[str, str]]:
         ("global batch", f"{plan.global_batch} samples"),
         ("predicted step", _predicted_step_text(plan)),
         ("expected error", expected_error_text(plan)),
-        ("allocation", f"{status}" + (f", gap {float(gap):.2%}" if gap is not None else "")),
+        ("allocation", _allocation_text(plan)),
         ("widths", _widths_text(plan)),
         ("hash", plan.hash[:16]),
     ]
@@ -92,6 +91,21 @@ def _predicted_step_text(plan: Plan) -> str:
         f"{seconds:.4g} s{others}; {seconds / bound:.3f} of the lower bound for any schedule"
         f" ({simulated['bound_reason']}); {simulated['plan_bound_s']:.4g} s if all work were spread evenly"
         " over the ranks"
+    )
+
+
+def _allocation_text(plan: Plan) -> str:
+    """What the solver has proven, and what that leaves out: it is not a statement about the predicted
+    step."""
+    status, gap = plan.solver.get("status", "unknown"), plan.solver.get("gap")
+    if gap is None:
+        return str(status)
+    text = f"{status}, gap {float(gap):.2%}"
+    if (closed := plan.solver.get("closed_form_s")) is None:
+        return text
+    return (
+        f"{text} among closed forms, which give this plan {float(closed):.4g} s and leave out the order of"
+        " micro-batches, waits between sections and how uneven samples are; the predicted step has them"
     )
 
 

@@ -3,6 +3,7 @@ padding does not reach the loss."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from secc.driver import compile as compiler
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
+from secc.driver.step_preview import preview_step
 from secc.report.plan_warnings import plan_warnings
 
 DATA = """
@@ -200,9 +202,14 @@ def test_widths_of_models_that_are_too_large_to_run(
     monkeypatch.setattr(compiler, "MAX_LOCAL_MODEL_BYTES", 0)
     path = tmp_path / "model.py"
     path.write_text(DATA + EDGE + small)
-    plan = compile_model(path, CompileOptions(widths=chosen)).plan
+    compiled = compile_model(path, CompileOptions(widths=chosen))
+    plan = preview_step(compiled).plan
     assert plan.widths == widths
     assert says in plan.checks["widths"]
     priced = [w.text for w in plan_warnings(plan) if "widths" in w.text]
     assert len(priced) == (widths == "global")
     assert all("times" in text and "define small_model()" in text for text in priced)
+    steps = [
+        re.findall(r"a step of ([\d.]+) ms in place of ([\d.]+) ms with own widths", text) for text in priced
+    ]
+    assert all(float(padded) > float(own) for ((padded, own),) in steps)
