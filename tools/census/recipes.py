@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tools.census.batches import WORDS, Batching, Draw, boxes, labelled_words, noise, sometimes, words
-from tools.census.small_configs import IMAGE, LABELS, MELS
+from tools.census.small_configs import IMAGE, LABELS, MELS, PATCH
 from tools.zoo_models.entry import Sample
 from tools.zoo_models.samples import IGNORED, integer
 
@@ -267,6 +267,8 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
             yield Recipe("text and image", pair, Batching({"input_ids": 0, "bbox": 0}, masks=masked))
         return
     yield from _patches_with_grids(names, config)
+    if {"pixel_attention_mask", "spatial_shapes"} <= names:
+        yield Recipe("images as padded patches", _masked_patches(config), Batching())
     for size in dict.fromkeys((height, 32, 64, 224)):
         if "pixel_values" in names:
             if config_value(config, "num_frames") is not None:
@@ -299,10 +301,17 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
         def mel(g: torch.Generator) -> Sample:
             return {"input_features": noise(g, integer(g, 60, 100), mels)}
 
-        mask = {"input_features": "attention_mask"} if "attention_mask" in names else {}
-        yield Recipe("spectrograms", mel, Batching({"input_features": 0.0}, masks=mask))
+        mask = next((m for m in ("attention_mask", "input_features_mask") if m in names), "")
+        masks = {"input_features": mask} if mask else {}
+        yield Recipe("spectrograms", mel, Batching({"input_features": 0.0}, masks=masks))
         length = 2 * int(config_value(config, "max_source_positions", default=32))
-        yield Recipe("spectrograms of one length", _drawn("input_features", mels, length), Batching())
+        heard = {"input_features_mask": torch.ones(length, dtype=torch.long)}
+        heard = heard if "input_features_mask" in names else {}
+        yield Recipe(
+            "spectrograms of one length",
+            lambda g: {"input_features": noise(g, mels, length)} | heard,
+            Batching(),
+        )
     if "past_values" in names:
         length = int(config_value(config, "context_length", default=32))
         inputs = int(config_value(config, "num_input_channels", default=1))
@@ -327,6 +336,37 @@ def _patches_with_grids(names: set[str], config: Any) -> Iterator[Recipe]:
             return sample | ({"merge_sizes": torch.tensor([merge])} if "merge_sizes" in names else {})
 
         yield Recipe("image patches", patches, Batching(joined=frozenset({key, grid, "merge_sizes"})))
+
+
+def _placed_patches(config: Any) -> Draw:
+    """Images of two sizes as patches with their places (x, y); padding has the place (-1, -1)."""
+    channels, patch = image_shape(config)[0], int(config_value(config, "patch_size", default=PATCH))
+    side = int(config_value(config, "pooling_kernel_size", default=3))
+    most = 2 * side * side
+
+    def patches(g: torch.Generator) -> Sample:
+        places = torch.full((1, most, 2), -1)
+        wide = integer(g, 1, 3) * side
+        x, y = torch.meshgrid(torch.arange(wide), torch.arange(side), indexing="xy")
+        places[0, : wide * side] = torch.stack([x.flatten(), y.flatten()], 1)
+        pixels = noise(g, 1, most, channels * patch * patch) * (places[..., :1] >= 0)
+        return {"pixel_values": pixels, "image_position_ids": places}
+
+    return patches
+
+
+def _masked_patches(config: Any) -> Draw:
+    """Images of two sizes as padded patches, with a mask of the patches and their height and width."""
+    channels, patch = image_shape(config)[0], int(config_value(config, "patch_size", default=PATCH))
+
+    def patches(g: torch.Generator) -> Sample:
+        wide = integer(g, 1, 3) * 2
+        mask = torch.arange(8) < 2 * wide
+        pixels = noise(g, 8, channels * patch * patch) * mask[:, None]
+        shape = torch.tensor([2, wide])
+        return {"pixel_values": pixels, "pixel_attention_mask": mask.long(), "spatial_shapes": shape}
+
+    return patches
 
 
 def _drawn(key: str, *shape: int) -> Draw:
@@ -429,6 +469,8 @@ def _image_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Mod
                 return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, h, w]])}
 
             forms.append(("image patches", patches))
+    elif "image_position_ids" in names:
+        forms.append(("images as padded patches", _placed_patches(config)))
     else:
         extra: Sample = {}
         if "image_sizes" in names:
@@ -488,7 +530,8 @@ def _feature_count(model: nn.Module, method: str, draw: Draw) -> Callable[[Sampl
 
     def count(sample: Sample) -> int:
         key = tuple(
-            tuple(v.shape) + tuple(v.flatten().tolist() if v.numel() < 8 else ()) for v in sample.values()
+            tuple(v.shape) + tuple(() if v.is_floating_point() else v.flatten().tolist())
+            for v in sample.values()
         )
         if key not in known:
             accepted = inspect.signature(ask).parameters

@@ -98,11 +98,31 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "dots1": {"n_shared_experts": 1},
     "mimi": {"upsample_groups": HIDDEN},
-    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 8]},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "attn_layers": ["local", "local"],
+        "local_attn_chunk_length": 4,
+    },
     "wav2vec2-bert": {"vocab_size": VOCABULARY},
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
     "blt": {"encoder_hash_byte_group_vocab": 64},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 2 * HIDDEN // HEADS,
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": HEADS,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": HIDDEN // HEADS,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "longcat_flash": {"qk_head_dim": 2 * HIDDEN // HEADS},
 }
 
 
