@@ -183,11 +183,11 @@ class OrderStrategy(NamedTuple):
     yields_late: bool = False
 
 
-LIKELIEST_STRATEGY = OrderStrategy(650, 2, (pyramid_order,), yields_late=True)
+LIKELIEST_STRATEGY = OrderStrategy(500, 4, yields_late=True)
 OTHER_STRATEGIES = (
-    OrderStrategy(650, 4, (pyramid_order,)),
     OrderStrategy(650, 4),
     OrderStrategy(500, 4),
+    OrderStrategy(350, 4),
     OrderStrategy(800, 4),
 )
 
