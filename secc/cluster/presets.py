@@ -23,8 +23,13 @@ CPU_OVERHEADS = Overheads(
 
 # Assumed: kernels multiply tiles of 128 rows, and the last tile of each expert is half empty on average.
 EXPERT_LOST_ROWS = 64
-LARGE_PRODUCT_PERCENT = 70  # of the peak; published A100 steps have a median ratio of 1.0 to predictions
-HOPPER_PRODUCT_PERCENT = 60  # fitted on 33 steps of llm-foundry on H100 (`tools.check_published`)
+# Percent of the peak. Where published steps are priced with the habits of their frameworks, products alone
+# reach 81% on A100 and 69% on H100 (docs/costs.md). Those habits (norms that are not fused, products with few
+# rows) are not priced for secc's own runtime, so these percentages stand for them, too: predictions over 114
+# published A100 steps have a median of 1.01 (`tools.check_published --own-runtime`). Higher ones would make
+# them too short. On H100 it is 0.83 for 33 steps of llm-foundry, which used a slow attention kernel.
+LARGE_PRODUCT_PERCENT = 70
+HOPPER_PRODUCT_PERCENT = 60  # fitted on those 33 steps
 
 
 # Assumed: the part of PCIe's rate that copies of page-locked memory reach.
