@@ -276,7 +276,7 @@ def _weight_permille(work: Workload, load: SectionLoad) -> int:
         or not cost.params
     ):
         return 0
-    return weight_gradient_permille(cost)
+    return weight_gradient_permille(cost, get_string(load.section, "recompute") or "none")
 
 
 def _rank_load(work: Workload, section: SectionOp) -> SectionLoad:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,9 +30,12 @@ _RECOMPUTE_MARK = "_secc_recomputes"
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
 
-def install_recompute(model: nn.Module, blocks: Sequence[str], mode: str) -> None:
-    """Let the units of `blocks` (module paths) that `mode` selects run again in the backward. Raises
-    UserError for an unknown mode."""
+def install_recompute(
+    model: nn.Module, blocks: Sequence[str], mode: str, splits_backward: bool = False
+) -> None:
+    """Let the units of `blocks` (module paths) that `mode` selects run again in the backward.
+    splits_backward: the backward has two parts, and what runs again stays until the second one has ended.
+    Raises UserError for an unknown mode."""
     if mode not in RECOMPUTE_MODES:
         raise UserError(
             f"unknown recomputation mode {mode!r}", remedy=f"choose one of {', '.join(RECOMPUTE_MODES)}"
@@ -41,7 +45,7 @@ def install_recompute(model: nn.Module, blocks: Sequence[str], mode: str) -> Non
             unit, "gradient_checkpointing", False
         ):  # the user's own
             setattr(unit, _RECOMPUTE_MARK, True)
-            unit.forward = _checkpoint_forward(unit, unit.forward)
+            unit.forward = _checkpoint_forward(unit, unit.forward, splits_backward)
 
 
 def is_recomputed(module: nn.Module) -> bool:
@@ -120,7 +124,9 @@ def _is_torch_leaf_module(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn") and next(module.children(), None) is None
 
 
-def _checkpoint_forward(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpoint_forward(
+    unit: nn.Module, forward: Callable[..., Any], splits_backward: bool
+) -> Callable[..., Any]:
     """Wrap `forward` so that its activations are dropped until the backward, then computed again."""
 
     @functools.wraps(forward)
@@ -130,9 +136,61 @@ def _checkpoint_forward(unit: nn.Module, forward: Callable[..., Any]) -> Callabl
         call = bind_active_mode(
             bind_active_settings(functools.partial(forward, **without_cache(unit, kwargs)))
         )
+        if splits_backward:
+            return _UnitRun(call, args).run_forward()
         return checkpoint(call, *args, use_reentrant=False)
 
     return run
+
+
+class _EnoughRecomputed(Exception):
+    """Ends the second run of a unit when all that its backward needs is there."""
+
+
+class _UnitRun:
+    """A run of a unit in a section with a split backward. `torch.utils.checkpoint` recomputes for each call
+    of autograd, and the second part of a split backward calls it for each node. Here the unit runs again
+    once, when its backward first needs something; what it saves then stays until the graph is gone."""
+
+    def __init__(self, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._call, self._args, self._saved_count = call, args, 0
+        self._values: list[torch.Tensor] = []
+
+    def run_forward(self) -> Any:
+        """Run the unit, and keep nothing that its backward needs."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            return self._call(*self._args)
+
+    def _pack(self, tensor: torch.Tensor) -> int:
+        self._saved_count += 1
+        return self._saved_count - 1
+
+    def _unpack(self, index: int) -> torch.Tensor:
+        if not self._values:
+            self._run_again()
+        return self._values[index]
+
+    def _run_again(self) -> None:
+        values: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor) -> None:
+            values.append(tensor.detach())
+            if len(values) == self._saved_count:
+                raise _EnoughRecomputed
+
+        args = tuple(
+            a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
+            for a in self._args
+        )
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, values.__getitem__)
+        with suppress(_EnoughRecomputed), torch.enable_grad(), hooks:
+            self._call(*args)
+        if len(values) != self._saved_count:
+            raise RuntimeError(
+                f"expected a layer that runs again to save {self._saved_count} tensors, as in its first run, "
+                f"got {len(values)}"
+            )
+        self._values, self._args = values, ()
 
 
 def without_cache(unit: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

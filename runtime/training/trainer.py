@@ -146,7 +146,9 @@ class Trainer:
         }
         for section in self.plan.sections:
             if context.rank in section.mesh.ranks:
-                recompute.install_recompute(model, section.blocks, section.recompute)
+                recompute.install_recompute(
+                    model, section.blocks, section.recompute, section.weight_permille > 0
+                )
         for name, exchange in exchanges.items():
             exchange.assign_layers(
                 recompute.units_of_blocks(model, self.plan.find_section(name).blocks), recompute.is_recomputed

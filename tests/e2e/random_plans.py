@@ -127,7 +127,7 @@ def _draw_section_pins(rng: random.Random, section: Section, shape: Shape) -> It
     split = may_split and rng.random() < 0.4
     if split:
         chosen["backward"] = "split"
-    elif section.mode != "forward":
+    if section.mode != "forward":
         chosen["recompute"] = rng.choice(("none", "selective", "full"))
     if shape.pp > 1 and rng.random() < 0.3:
         chosen |= {"chunks": 2, "placement": rng.choice(("loop", "v"))}

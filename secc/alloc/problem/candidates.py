@@ -134,9 +134,12 @@ class SectionLoad:
         return stage_shares(self.cost.layers, pp, self.outside_share, chunks)
 
     def cost_under_recompute(self, recompute: str) -> SectionCost:
-        """Cost of the section where `saved` counts only what recompute mode `recompute` keeps."""
+        """Cost of the section where `saved` counts only what recompute mode `recompute` keeps. Under a split
+        backward, what was computed again stays until the weight gradients, so all of it counts."""
         again = self.cost.recompute.get(recompute)
-        return self.cost if again is None else replace(self.cost, saved=again.saved)
+        if again is None or self.shape.backward_parts > 1:
+            return self.cost
+        return replace(self.cost, saved=again.saved)
 
 
 @dataclass(frozen=True)
@@ -522,8 +525,8 @@ def list_sharding_and_recompute(work: Workload, load: SectionLoad, pins: Pins) -
         sharding = tuple(s for s in sharding if s != "zero3")
         recompute = ("none",) if kind == ALONE else recompute
     if pins.splits_backward(load.name):
-        _require_none_pinned(load, "recompute", pins, "each part of a split backward would run it again")
-        recompute = ("none",)
+        # Recomputed layers stay until their weight gradients, so only a pin recomputes.
+        recompute = (pins.words.get(load.name, {}).get("recompute", "none"),)
         if sharding == ("zero3",):
             _require_none_pinned(
                 load, "sharding", pins, "each part of a split backward would gather parameters again"
@@ -789,9 +792,11 @@ def deferred_backward_ns(load: SectionLoad, backward_ns: int) -> int:
     )
 
 
-def weight_gradient_permille(cost: SectionCost) -> int:
-    """The share of a backward that computes gradients of parameters."""
-    return PERMILLE * cost.trainable // max(1, cost.params + cost.trainable)
+def weight_gradient_permille(cost: SectionCost, recompute: str = "none") -> int:
+    """The share of a backward that computes gradients of parameters. Layers that run again take as long as
+    their input gradients."""
+    others = cost.params + int(cost.params * RECOMPUTED_LAYERS[recompute])
+    return PERMILLE * cost.trainable // max(1, others + cost.trainable)
 
 
 def in_flight_variants(work: Workload, load: SectionLoad, c: Candidate) -> list[Candidate]:

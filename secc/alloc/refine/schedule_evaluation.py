@@ -210,7 +210,7 @@ class PlanEvaluator:
         awaited = any(
             e.dst == section and e.grad and work.loads[e.src].mode != "forward" for e in work.crossings
         )
-        later = weight_gradient_permille(load.cost) if c.backward_parts > 1 else 0
+        later = weight_gradient_permille(load.cost, c.recompute) if c.backward_parts > 1 else 0
         saved = scale_expression(saved, Fraction(1, c.chunks)) if c.chunks > 1 else saved
         stages: list[Section] = []
         for i in range(c.shape.stages):
