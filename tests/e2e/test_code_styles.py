@@ -168,6 +168,11 @@ def test_rows_cut_to_their_lengths_and_joined_are_rows_of_a_mask() -> None:
     assert captured.count("aten.lt.Tensor") == 2 and "aten.slice.Tensor" not in captured
 
 
+def test_a_list_of_one_entry_is_that_entry() -> None:
+    _, captured = compiled("one_codebook").dumps[0]
+    assert "aten.select.int" in captured and "aten.unbind.int" not in captured
+
+
 def test_python_may_pad_the_narrower_of_two_inputs() -> None:
     """Three cases: one is narrower, the other is, or both are of one width, which no drawn batch has."""
     made = compiled("padded_pairs")
@@ -185,6 +190,7 @@ MORE_NAMES = [
     "masked_frames",
     "trimmed_rows",
     "padded_pairs",
+    "one_codebook",
 ]
 
 

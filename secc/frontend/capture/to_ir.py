@@ -293,7 +293,10 @@ class _CaseImporter:
             items = {u.args[1]: u for u in node.users if u.target is operator.getitem}
             types = [_result_type(node, r) for r in node.meta["results"]]
             results = [items.get(i) for i in range(len(types))]
-        if len(types) != len(results) or ("results" in node.meta and len(types) < 2):
+        if len(types) == 1 and node.target is torch.ops.aten.unbind.int:  # of one entry: the op gives no list
+            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+            target, args = str(torch.ops.aten.select.int), f"$0, {dim}, 0"
+        elif len(types) != len(results) or ("results" in node.meta and len(types) < 2):
             raise UserError(
                 f"the glue's op {node.target} has results that a plan cannot name",
                 node.meta["where"],
