@@ -13,5 +13,6 @@ if [ "${1:-}" = --slow ]; then
     shift
     set -- -m "slow or not slow" "$@"
 fi
-# one file at a time on each core, since files share fixtures
-exec python -m pytest -q --numprocesses auto --maxprocesses 8 --dist loadfile "$@"
+# One file at a time on each core, since files share fixtures; in the order of names, since xdist would run files of
+# one test last, however long that test takes.
+exec python -m pytest -q --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder "$@"
