@@ -92,8 +92,7 @@ def pins_of(row: Row) -> tuple[str, ...]:
         choices["micro_batch"] = row["mbs"]
     if row["tp"] > 1:  # what hid sums over tp is a habit of the framework
         choices["overlap"] = "none"
-    if row.get("norms"):
-        choices["norms"] = row["norms"]
+        choices["norms"] = row.get("norms") or "whole"
     return tuple(f"{SECTION}.{key}={value}" for key, value in choices.items())
 
 

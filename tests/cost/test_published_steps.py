@@ -47,6 +47,8 @@ def test_a_row_pins_its_layout() -> None:
         *("model.sharding=zero1", "model.micro_batch=8", "model.norms=sequence"),
         "model.overlap=none",
     }
+    without = next(r for r in read_rows(ROWS_FILE) if r["tp"] > 1 and not r.get("norms"))
+    assert "model.norms=whole" in pins_of(without)
 
 
 def test_a_source_names_its_framework() -> None:
