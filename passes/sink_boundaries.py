@@ -85,8 +85,8 @@ class CutOutcome:
 class SinkBoundaries(ModulePass):
     """Options. cluster: as `secc.cluster.parse_cluster` reads it; "" where none is known: then
     `flops_per_byte` FLOPs cost as much time as sending a byte, and a section may grow by the share `growth`
-    of its weights. pinned: sections that the user named, whose blocks stay. fixed: pairs "SRC>DST" of
-    sections between which only glue moves. outcomes: moves of blocks that were compared, as
+    of its weights. pinned: sections that the user named; their blocks stay in them. fixed: pairs
+    "SRC>DST" of sections between which only glue moves. outcomes: moves of blocks that were compared, as
     `CutOutcome.to_text`."""
 
     name = "sink-boundaries"

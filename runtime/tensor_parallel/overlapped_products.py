@@ -1,4 +1,5 @@
-"""Products of parts whose sums over ranks travel while other products are computed.
+"""Matrix products of tensor-parallel layers that hide all-reduces: ranks send partial sums while they compute
+other products.
 
 *Sums of input gradients.* Column-parallel products that read one tensor (queries, keys and values; gate and
 up) owe one sum of its gradient over ranks. The sum starts when the input gradients of all of them are known,
@@ -185,8 +186,8 @@ class _ScatterProductInChunks(torch.autograd.Function):
 
 class EnteredInput:
     """A tensor that enters a region of parts and the placeholders of the weights of products that may read
-    it. `entered`: the tensor, for these products. whole: what they read; `start` starts the sum of its
-    gradient over ranks, of which each gets what belongs to `x`."""
+    it. `entered`: the tensor, for these products. whole: what they read. start: begins to sum
+    the gradient of `whole` over ranks; each rank gets the gradient of its own `x`."""
 
     def __init__(
         self, x: torch.Tensor, products: Iterable[LinearModule], whole: torch.Tensor, start: StartSum

@@ -177,7 +177,7 @@ def make_replica_groups(plan: Plan, rank: int) -> ReplicaGroups:
     handles: dict[Ranks, Any] = {}
     found = ReplicaGroups({}, {}, {})
 
-    def make(groups: dict[Any, ReplicaProcessGroup], key: Any, every: Sequence[Ranks]) -> None:
+    def join_groups(groups: dict[Any, ReplicaProcessGroup], key: Any, every: Sequence[Ranks]) -> None:
         for ranks in (ranks for ranks in every if len(ranks) > 1):
             if ranks not in handles:
                 handles[ranks] = dist.new_group(list(ranks))
@@ -186,12 +186,12 @@ def make_replica_groups(plan: Plan, rank: int) -> ReplicaGroups:
 
     for section in plan.sections:
         replicas, tp = ranks_by_replica(section), section.mesh.tp
-        make(found.replica, section.name, replicas)
-        make(found.tp, section.name, [r[i : i + tp] for r in replicas for i in range(0, len(r), tp)])
+        join_groups(found.replica, section.name, replicas)
+        join_groups(found.tp, section.name, [r[i : i + tp] for r in replicas for i in range(0, len(r), tp)])
         sizes = [section.mesh.cp, *(s.ranks for s in section.subgroups if section.may_deal)]
         by_size = found.cp.setdefault(section.name, {})
         for size in sizes:
-            make(by_size, size, cp_ranks_by_replica(section, size))
+            join_groups(by_size, size, cp_ranks_by_replica(section, size))
     return found
 
 

@@ -30,7 +30,9 @@ def build_sequence_workload(length: int, moved: int, cluster: str = "1x8xH100") 
     return build_workload(graph, parse_cluster(cluster), 8)
 
 
-def ways(work: Workload, shape: ReplicaShape = TP_8, *pins: str, refused: str = "") -> tuple[str, ...]:
+def norms_of_shape(
+    work: Workload, shape: ReplicaShape = TP_8, *pins: str, refused: str = ""
+) -> tuple[str, ...]:
     parsed = parse_pins([f"lm.{pin}" for pin in pins], ["lm"], [refused] if refused else [])
     return list_norms(work, work.loads["lm"], shape, parsed)
 
@@ -44,8 +46,13 @@ def solve(work: Workload, refused: str = "") -> Candidate | None:
 
 
 def test_the_faster_way_comes_first() -> None:
-    assert ways(build_sequence_workload(2048, 0)) == ("whole", "sequence")  # a quarter more is exchanged
-    assert ways(build_sequence_workload(2048, 10**8)) == ("sequence",)  # a part of the traffic of norms
+    assert norms_of_shape(build_sequence_workload(2048, 0)) == (
+        "whole",
+        "sequence",
+    )  # a quarter more is exchanged
+    assert norms_of_shape(build_sequence_workload(2048, 10**8)) == (
+        "sequence",
+    )  # a part of the traffic of norms
     assert solve(build_sequence_workload(2048, 0)).norms == "whole"  # pyright: ignore[reportOptionalMemberAccess]
     assert solve(build_sequence_workload(2048, 10**8)).norms == "sequence"  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -64,11 +71,11 @@ def test_parts_of_the_sequence_are_taken_where_memory_needs_them() -> None:
     ids=["one rank", "cp", "CPUs"],
 )
 def test_whole_sequences_are_the_only_way(shape: ReplicaShape, cluster: str) -> None:
-    assert ways(build_sequence_workload(2048, 10**8, cluster), shape) == ("whole",)
+    assert norms_of_shape(build_sequence_workload(2048, 10**8, cluster), shape) == ("whole",)
 
 
 def test_pins_and_refusals_leave_one_way() -> None:
     work = build_sequence_workload(2048, 10**8)
-    assert ways(work, TP_8, "tp=8", "norms=sequence") == ("sequence",)
-    assert ways(work, TP_8, "norms=whole") == ("whole",)
-    assert ways(work, TP_8, refused="lm.norms=sequence") == ("whole",)
+    assert norms_of_shape(work, TP_8, "tp=8", "norms=sequence") == ("sequence",)
+    assert norms_of_shape(work, TP_8, "norms=whole") == ("whole",)
+    assert norms_of_shape(work, TP_8, refused="lm.norms=sequence") == ("whole",)

@@ -42,7 +42,7 @@ COST = SectionCost(
 SIZES = {"B": 1, "S": 8192}
 
 
-def seconds(cost: SectionCost, overlap: str, splits: bool = False) -> tuple[float, float, float]:
+def price_in_seconds(cost: SectionCost, overlap: str, splits: bool = False) -> tuple[float, float, float]:
     """(forward, backward, backward with full recomputation) of the sums of a rank."""
     sums = price_tensor_sums(cost_on_rank(cost, TP), TP, CLUSTER, overlap, SIZES, splits)
     texts = (sums.forward_ns, sums.backward_ns("none"), sums.backward_ns("full"))
@@ -51,45 +51,49 @@ def seconds(cost: SectionCost, overlap: str, splits: bool = False) -> tuple[floa
 
 
 def test_hidden_sums_leave_what_no_product_hides() -> None:
-    opened, hidden = seconds(COST, "none"), seconds(COST, "both")
+    opened, hidden = price_in_seconds(COST, "none"), price_in_seconds(COST, "both")
     assert opened[0] == opened[1] and opened[2] == pytest.approx(2 * opened[0], rel=1e-6)
     least = 1 - Fraction(HIDDEN_PERCENT, 100)
     assert float(least) * opened[1] < hidden[1] < opened[1]
     assert opened[0] / PRODUCT_CHUNKS < hidden[0] < opened[0]  # the last chunk's sum is behind no product
     assert hidden[2] == pytest.approx(hidden[0] + hidden[1], rel=1e-6)
-    assert seconds(COST, "backward")[:2] == (opened[0], hidden[1])
+    assert price_in_seconds(COST, "backward")[:2] == (opened[0], hidden[1])
 
 
 def test_only_weight_gradients_hide_sums_of_a_backward() -> None:
-    opened = seconds(COST, "none")
+    opened = price_in_seconds(COST, "none")
     frozen = replace(COST, trainable=0, trainable_bytes=0)
     for cost, splits in ((frozen, False), (COST, True)):
-        forward, backward, _ = seconds(cost, "both", splits)
+        forward, backward, _ = price_in_seconds(cost, "both", splits)
         assert backward == opened[1] and forward < opened[0]
 
 
 def test_only_reduce_scatters_of_sequence_parallelism_are_hidden() -> None:
     cut = replace(COST, sequence_parallel=True)
-    opened, hidden = seconds(cut, "none"), seconds(cut, "both")
+    opened, hidden = price_in_seconds(cut, "none"), price_in_seconds(cut, "both")
     # Of five halves of an all-reduce for each of two sums, two are reduce-scatters.
     assert opened[1] * 0.6 < hidden[1] < opened[1] and opened[0] * 0.6 < hidden[0] < opened[0]
 
 
 def test_sums_of_experts_are_in_the_open() -> None:
     with_experts = replace(COST, expert_layers=LAYERS)
-    assert seconds(COST, "both")[1] < seconds(with_experts, "both")[1] < seconds(COST, "none")[1]
+    assert (
+        price_in_seconds(COST, "both")[1]
+        < price_in_seconds(with_experts, "both")[1]
+        < price_in_seconds(COST, "none")[1]
+    )
 
 
 def test_the_shortest_way_is_chosen() -> None:
     rank = cost_on_rank(COST, TP)
 
-    def chosen(cost: SectionCost = rank, samples: int = 1, length: int = 8192, pinned: str = "") -> str:
+    def choose_for(cost: SectionCost = rank, samples: int = 1, length: int = 8192, pinned: str = "") -> str:
         sizes = {"B": samples, "S": length}
         return choose_overlap(cost, TP, CLUSTER, "train", sizes, pinned)
 
-    assert (chosen(), chosen(length=16), chosen(pinned="none")) == ("both", "backward", "none")
-    assert chosen(replace(rank, trainable=0), length=16) == "none"  # nothing behind which to hide
-    assert chosen(replace(rank, sequence_parallel=True)) == "both"
+    assert (choose_for(), choose_for(length=16), choose_for(pinned="none")) == ("both", "backward", "none")
+    assert choose_for(replace(rank, trainable=0), length=16) == "none"  # nothing behind which to hide
+    assert choose_for(replace(rank, sequence_parallel=True)) == "both"
     assert choose_overlap(rank, 1, CLUSTER, "train", SIZES) == "none"
     assert choose_overlap(rank, 2, parse_cluster("local:2"), "train", SIZES) == "none"
     assert choose_overlap(rank, 2, parse_cluster("local:2"), "train", SIZES, "both") == "both"
