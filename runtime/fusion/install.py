@@ -38,6 +38,7 @@ RESERVED_NAMES: dict[str, Any] = {  # of every function of fused.py, before thos
 }
 
 UserCallable = Callable[..., Any]
+_REWRITES_ATTRIBUTE = "_secc_rewrites"  # of a replacement: names of the functions of fused.py in it
 
 
 def install_fused(model: nn.Module, rewrites: Iterable[CodeRewrite], source: str) -> None:
@@ -62,6 +63,13 @@ def installed_temporarily(model: nn.Module, rewrites: Iterable[CodeRewrite], sou
             delattr(module, method)
 
 
+def rewrites_installed_in(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Returns the methods of this module (not of its submodules) that have a replacement installed, with the
+    names of the functions of fused.py in it. Modules of one class with equal names run equal code."""
+    found = {method: getattr(value, _REWRITES_ATTRIBUTE, None) for method, value in vars(module).items()}
+    return {method: names for method, names in found.items() if names is not None}
+
+
 def read_fused_source(directory: Path) -> str:
     """Returns the text of a plan's fused.py, "" if it has none."""
     path = directory / FUSED_FILE
@@ -73,7 +81,7 @@ def _replacements(
 ) -> list[tuple[nn.Module, str, UserCallable]]:
     """Returns (module, method, its replacement) for all rewrites."""
     trees = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
-    functions_by_method: dict[tuple[str, str], tuple[nn.Module, dict[str, UserCallable]]] = {}
+    functions_by_method: dict[tuple[str, str], tuple[nn.Module, dict[str, tuple[str, UserCallable]]]] = {}
     replacements: list[tuple[nn.Module, str, UserCallable]] = []
     for rewrite in rewrites:
         for path in rewrite.modules:
@@ -93,17 +101,19 @@ def _replacements(
                         remedy="compile the model again",
                     )
                 names = functions_by_method.setdefault((path, rewrite.method), (module, {}))[1]
-                names[rewrite.function] = _dispatch_plain(
-                    called, _compile_function(trees[rewrite.name], rewrite, called), None
-                )
+                fused = _compile_function(trees[rewrite.name], rewrite, called)
+                names[rewrite.function] = rewrite.name, _dispatch_plain(called, fused, None)
             else:
                 made = _compile_function(trees[rewrite.name], rewrite, original)
                 fused = MethodType(_replace_wrapped(original.__func__, lambda _, made=made: made), module)
-                replacements.append((module, rewrite.method, _dispatch_plain(original, fused, module)))
-    for (_, method), (module, names) in functions_by_method.items():
-        replacements.append(
-            (module, method, MethodType(rebind_globals(getattr(module, method).__func__, names), module))
-        )
+                replacement = _dispatch_plain(original, fused, module)
+                setattr(replacement, _REWRITES_ATTRIBUTE, (rewrite.name,))
+                replacements.append((module, rewrite.method, replacement))
+    for (_, method), (module, functions) in functions_by_method.items():
+        names = {name: replacement for name, (_, replacement) in functions.items()}
+        rebound = rebind_globals(getattr(module, method).__func__, names)
+        setattr(rebound, _REWRITES_ATTRIBUTE, tuple(sorted(name for name, _ in functions.values())))
+        replacements.append((module, method, MethodType(rebound, module)))
     return replacements
 
 

@@ -1,9 +1,12 @@
 """Skips repeated layers of a stack: two equal layers run, the others are counted as the second one.
 
-Layers are equal if class, parameters and arguments are. Arguments are compared by shape, and by value where
-they have values (28 of the 32 layers of a vision tower attend within windows, the others to whole images).
-The first layer may differ in what it allocates; therefore the second one's counts are repeated. Results of
-skipped layers are created without running them.
+Layers are equal if class, code, settings, parameters and arguments are. Arguments are compared by shape, and
+by value where they have values (28 of the 32 layers of a vision tower attend within windows, the others to
+whole images). Settings are the numbers and strings among the attributes of their modules (a window, a
+scale), without one that counts the layers. Code is that of the class, or fused code by the name of the
+function that replaces a method; a layer with another `forward` of its own always runs. The first layer may
+differ in what it allocates; therefore the second one's counts are repeated. Results of skipped layers are
+created without running them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from secc.cost.counting.fused_attention import has_no_values
+from secc.runtime.fusion.install import rewrites_installed_in
 from secc.runtime.recorder.block_results import TensorDigests
 
 
@@ -67,7 +71,7 @@ def skip_repeated_layers(
     digests = TensorDigests()
 
     def with_skipping(unit: nn.Module) -> Callable[..., Any]:
-        original_forward, signature = unit.forward, _module_signature(unit)
+        original_forward, signature = unit.forward, signatures[unit]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             key = (signature, _arguments_signature((args, kwargs), digests))
@@ -96,14 +100,19 @@ def skip_repeated_layers(
             else leaf
         )
 
-    wrapped = [u for u in units if "forward" not in vars(u)] if len(units) > 2 else []
+    wrapped = [u for u in units if not _has_own_forward(u)] if len(units) > 2 else []
+    signatures = dict(zip(wrapped, _layer_signatures(wrapped), strict=True))
+    installed = {unit: vars(unit)["forward"] for unit in wrapped if "forward" in vars(unit)}
     try:
         for unit in wrapped:
             unit.forward = with_skipping(unit)
         yield
     finally:
         for unit in wrapped:
-            del unit.forward
+            if unit in installed:
+                unit.forward = installed[unit]
+            else:
+                del unit.forward
 
 
 @dataclass(frozen=True)
@@ -124,13 +133,42 @@ def _layout_of_leaf(leaf: Any) -> Any:
     )
 
 
-def _module_signature(unit: nn.Module) -> object:
-    """What distinguishes a unit from others: class, configuration, and layout of its parameters."""
-    return (
-        type(unit),
-        repr(unit),
-        tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in unit.named_parameters()),
-    )
+def _has_own_forward(unit: nn.Module) -> bool:
+    """Whether a module of the unit has a `forward` that its class does not have, other than a fused one."""
+    return any("forward" in vars(m) and "forward" not in rewrites_installed_in(m) for m in unit.modules())
+
+
+def _layer_signatures(units: Sequence[nn.Module]) -> list[object]:
+    """What distinguishes each of the units, in the order of a stack, from others: class, configuration,
+    fused code, settings, and layout of its parameters."""
+    settings = [_plain_attributes(unit) for unit in units]
+    counting = {
+        (cls, name)
+        for cls in {type(unit) for unit in units}
+        for values in [[s for unit, s in zip(units, settings, strict=True) if type(unit) is cls]]
+        for name, first in values[0].items()
+        if type(first) is int and [s.get(name) for s in values] == [*range(first, first + len(values))]
+    }
+    return [
+        (
+            type(unit),
+            repr(unit),
+            tuple((path, *rewrites_installed_in(m).items()) for path, m in unit.named_modules()),
+            tuple(item for item in values.items() if (type(unit), item[0]) not in counting),
+            tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in unit.named_parameters()),
+        )
+        for unit, values in zip(units, settings, strict=True)
+    ]
+
+
+def _plain_attributes(unit: nn.Module) -> dict[tuple[str, str], object]:
+    """The numbers and strings among the attributes of a unit's modules, by path and name."""
+    return {
+        (path, name): value
+        for path, module in unit.named_modules()
+        for name, value in vars(module).items()
+        if value is None or isinstance(value, (int, float, str))
+    }
 
 
 def _arguments_signature(arguments: Any, digests: TensorDigests) -> object:
