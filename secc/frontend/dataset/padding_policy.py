@@ -113,24 +113,24 @@ def _is_padding_never_seen(
     randomness = PlanRandomness(model, draws, inputs.symbols)
     max_batches = None if sum(p.numel() for p in model.parameters()) < _SMALL_MODEL_PARAMETERS else 2
     batches = (
-        (i, batch)
+        limited
         for pattern in survey.micro_batch_patterns()
-        for i, batch in enumerate(_limit_pairs(survey.compose_batches(pattern)[:max_batches]))
+        for limited in _limit_pairs(survey.compose_batches(pattern)[:max_batches])
     )
-    return all(
-        _is_padding_unseen(user, inputs, model, randomness, batch, far=i % 2 > 0) for i, batch in batches
-    )
+    return all(_is_padding_unseen(user, inputs, model, randomness, batch, far) for batch, far in batches)
 
 
-def _limit_pairs(batches: list[list[Sample]]) -> list[list[Sample]]:
-    """Returns the batches of a pattern; if one is too large, the smallest of them twice, to be padded a
-    little and far."""
+def _limit_pairs(batches: list[list[Sample]]) -> list[tuple[list[Sample], tuple[bool, ...]]]:
+    """Returns the batches of a pattern, each with whether it is to be padded far: every second one is. If one
+    is too large, the smallest of them stands for all, padded a little and far."""
 
     def count_pairs(batch: list[Sample]) -> int:
         return len(batch) * max(map(sequence_length, batch)) ** 2
 
     fits = all(count_pairs(batch) <= _MAX_PAIRS for batch in batches)
-    return batches if fits else [min(batches, key=count_pairs)] * 2
+    if not fits:
+        return [(min(batches, key=count_pairs), (False, True))]
+    return [(batch, (i % 2 > 0,)) for i, batch in enumerate(batches)]
 
 
 def _is_padding_unseen(
@@ -139,26 +139,27 @@ def _is_padding_unseen(
     model: nn.Module,
     randomness: PlanRandomness,
     samples: list[Sample],
-    far: bool,
+    far: tuple[bool, ...],
 ) -> bool:
-    """Whether loss and gradients of `samples` stay the same with extra padding."""
+    """Whether loss and gradients of `samples` stay the same with extra padding, a little or (True) far."""
     batch = user.collate(samples)
     sizes = combine_sizes([read_symbol_sizes(batch, inputs.symbols)], inputs.symbols)
-    wider_widths = {
-        s.name: _padded_width(inputs, s.name, sizes[s.name], far, samples)
-        for s in inputs.symbols
-        if s.is_padded and sizes[s.name]
-    }
+    names = [s.name for s in inputs.symbols if s.is_padded and sizes[s.name]]
+    widths = [{n: _padded_width(inputs, n, sizes[n], f, samples) for n in names} for f in far]
     try:
-        padded = pad_batch(batch, inputs.inputs, wider_widths)
+        wider = [pad_batch(batch, inputs.inputs, w) for w in widths]
         # Rounding to 16 bits would hide padding that reaches the loss a little.
         with widened_floats(model, torch.float32):
-            padded, batch = widen_batch(padded, torch.float32), widen_batch(batch, torch.float32)
-            padded_result = run_eager(model, padded, randomness.draws_for(user, samples, wider_widths))
-            own_result = run_eager(model, batch, randomness.draws_for(user, samples))
-        return compare_results(padded_result, own_result).is_exact
+            draws = randomness.draws_for(user, samples)
+            own_result = run_eager(model, widen_batch(batch, torch.float32), draws)
+            for padded, to in zip(wider, widths, strict=True):
+                draws = randomness.draws_for(user, samples, to)
+                result = run_eager(model, widen_batch(padded, torch.float32), draws)
+                if not compare_results(result, own_result).is_exact:
+                    return False
     except (UserError, RuntimeError, ValueError, IndexError):
         return False  # the model or collate refuses other widths
+    return True
 
 
 def _padded_width(inputs: ModelInputs, name: str, own: int, far: bool, samples: list[Sample]) -> int:

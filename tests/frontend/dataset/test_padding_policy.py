@@ -48,9 +48,9 @@ def dataset():
 @pytest.mark.parametrize(
     ("extra", "widths"), [("", "own"), ("+ x.mean()", "global")], ids=["ignored", "in a mean"]
 )
-@pytest.mark.parametrize(("least", "batches"), [(20, 5), (4000, 2)])
+@pytest.mark.parametrize(("least", "runs"), [(20, 5 * 2), (4000, 3)])
 def test_few_batches_of_long_samples_are_padded(
-    least: int, batches: int, extra: str, widths: str, tmp_path: Path
+    least: int, runs: int, extra: str, widths: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL.replace("EXTRA", extra).replace("LEAST", str(least)))
@@ -62,4 +62,4 @@ def test_few_batches_of_long_samples_are_padded(
     assert len(set(shapes)) > 1
     assert all(rows * width**2 <= 2**26 for rows, width in shapes)
     if widths == "own":
-        assert len(shapes) == 2 * batches  # padded, and as they are
+        assert len(shapes) == runs  # batches as they are and padded; one long batch padded twice
