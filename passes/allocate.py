@@ -400,9 +400,8 @@ def _write_section(
     forward_ns, backward_ns = micro_batch_time_expressions(
         work, rank, chosen.dp, chosen.sharding, chosen.recompute
     )
-    write_section_cost(
-        load.section, replace(load.cost, saved=rank.cost_under_recompute(chosen.recompute).saved)
-    )
+    held = rank.cost_under_recompute(chosen.recompute)
+    write_section_cost(load.section, replace(load.cost, saved=held.saved, streamed=held.streamed))
     load.section.attributes |= {
         "dp": int_attr(chosen.dp),
         "tp": int_attr(chosen.tp),

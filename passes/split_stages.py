@@ -230,12 +230,14 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
             stage.attributes["recompute"] = StringAttr("none")
         if not load.cost.trainable and get_string(stage, "sharding") != "zero3":
             stage.attributes["sharding"] = StringAttr("none")
-        if not load.cost.trainable and get_string(stage, "offload") == "optimizer":
+        unused = "optimizer" if load.mode != "forward" else "activations"
+        if not load.cost.trainable and get_string(stage, "offload") in ("optimizer", unused):
             stage.attributes["offload"] = StringAttr("none")
             load = _rank_load(work, stage)
         recompute = get_string(stage, "recompute") or "none"
+        held = load.cost_under_recompute(recompute)
         write_section_cost(
-            stage, replace(work.loads[load.name].cost, saved=load.cost_under_recompute(recompute).saved)
+            stage, replace(work.loads[load.name].cost, saved=held.saved, streamed=held.streamed)
         )
         dp, _, sharding, _ = _candidate_choice(stage)
         forward_ns, backward_ns = micro_batch_time_expressions(
@@ -248,7 +250,7 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
             "label": StringAttr(load.label),
             "forward_ns": StringAttr(forward_ns),
             "backward_ns": StringAttr(backward_ns),
-            "host_gib": float_attr(round(_held_micro_batches(work, load)[1].host / GIB, 4)),
+            "host_gib": float_attr(round(_held_micro_batches(work, load)[1].host_bytes(in_flight) / GIB, 4)),
         }
     for stage in stages:
         held = [s for s in graph.sections if set(_ranks_of(s)) & set(_ranks_of(stage))] or [stage]
@@ -325,12 +327,12 @@ def _in_flight_limit(work: Workload, load: SectionLoad, parts: int) -> int:
     shape, stage = _pipeline_shape(load.section, parts)
     least = least_in_flight(shape.pp, shape.chunks, stage)
     _, rank = _held_micro_batches(work, load)
-    usable = work.cluster.view_of_ranks(_ranks_of(load.section)).device.usable_memory
+    device = work.cluster.view_of_ranks(_ranks_of(load.section)).device
     most = divide_in_flight_room(shape, stage, IN_FLIGHT_PER_STAGE * shape.stages)
     if shape.chunks == 1:
-        return next((n for n in range(most, least, -1) if rank.total_bytes(n) <= usable), least)
+        return next((n for n in range(most, least, -1) if rank.fits(n, device)), least)
     others = shape.chunks * (rank.fixed + rank.gradients)  # of all stages on the rank
-    room = divide_in_flight_room(shape, stage, max(0, usable - others), rank.largest_sample)
+    room = divide_in_flight_room(shape, stage, max(0, device.usable_memory - others), rank.largest_sample)
     return max(least, min(most, room // max(1, rank.activation)))
 
 

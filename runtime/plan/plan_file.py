@@ -133,6 +133,7 @@ _COST = shapes.dataclass_of(
         "flops": _optional_expression,
         "backward_flops": _optional_expression,
         "saved": _optional_expression,
+        "streamed": _optional_expression,
         "dtype": _TEXT,
     },
 )
@@ -189,7 +190,7 @@ _SECTION_FIELDS: dict[str, Shape] = {
     ),
     "subgroup_bytes": _COUNT,
     "whole_batch": _FLAG,
-    "offload": shapes.choice("none", "optimizer", "weights"),
+    "offload": shapes.choice("none", "optimizer", "weights", "activations"),
     "host_gib": shapes.number(0),
     "partial": _TEXTS,
     "units": _TEXTS,
@@ -714,7 +715,7 @@ def _check_section(plan: Plan, section: Section, symbols: set[str], optional_key
     _check_known(section.units, section.blocks, "block of the section", f"{place}.units")
     parts = [(f"subgroups[{i}].cost", s.cost) for i, s in enumerate(section.subgroups)]
     for key, cost in (("cost", section.cost), *parts):
-        for name in ("forward_ns", "backward_ns", "flops", "backward_flops", "saved"):
+        for name in ("forward_ns", "backward_ns", "flops", "backward_flops", "saved", "streamed"):
             text = getattr(cost, name)
             _check_symbols([text] if text else [], symbols, f"{place}.{key}.{name}")
     if section.cp_per == "micro_batch" and (section.pipeline or mesh.ep > 1 or section.weight_permille):
@@ -729,6 +730,9 @@ def _check_section(plan: Plan, section: Section, symbols: set[str], optional_key
         raise MalformedValue(f"expected {problem}, got {section.offload}", f"{place}.offload")
     if section.offload == "weights" and section.sharding == "zero3":
         raise MalformedValue("expected no zero3 with weights in host memory", f"{place}.offload")
+    if section.offload == "activations" and (section.mode == "forward" or section.weight_permille):
+        message = "expected a backward in one part with activations in host memory"
+        raise MalformedValue(message, f"{place}.offload")
     _check_symbols([section.token_count] if section.token_count else [], symbols, f"{place}.token_count")
     if section.micro_batch_tokens and not section.token_count:
         raise MalformedValue("expected what counts the tokens of a micro-batch", f"{place}.token_count")

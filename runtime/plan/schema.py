@@ -110,7 +110,8 @@ class Cost:
     source.
 
     `flops` and `backward_flops` are floating-point operations in `dtype` (a short name such as "bf16"),
-    `saved` the bytes kept from forward to backward; "" where unknown.
+    `saved` the bytes kept from forward to backward, `streamed` those of layers on their way to or from host
+    memory; "" where unknown.
     """
 
     forward_ns: str = "0"
@@ -120,6 +121,7 @@ class Cost:
     backward_flops: str = ""
     saved: str = ""
     dtype: str = ""
+    streamed: str = ""
 
 
 @dataclass(frozen=True)
@@ -195,8 +197,8 @@ class Section:
     statistics of their batch norms (`runtime.sections.synchronized_norms`).
 
     `offload` says what lives in host memory, `host_gib` on each rank, and is on the device only while it is
-    needed: "optimizer" states with float32 masters, or the "weights" of a frozen section, one of its `units`
-    after the other.
+    needed: "optimizer" states with float32 masters, the "weights" of a frozen section, one of its `units`
+    after the other, or the "activations" that layers save for their backward.
     """
 
     name: str

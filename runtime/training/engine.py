@@ -58,6 +58,7 @@ from secc.runtime.sections.batch_statistic import BatchPlaces, BatchRows, BatchV
 from secc.runtime.sections.synchronized_norms import SynchronizedNorms
 from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
 from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
+from secc.runtime.training.offloaded_activations import ActivationOffload, SavedActivations
 from secc.runtime.training.split_backward import split_backward
 
 
@@ -96,6 +97,7 @@ class _InFlightMicroBatch:
     loss_terms: Tensors = field(default_factory=dict)
     exchange_end: torch.Tensor | None = None  # what the backward starts from, too (`TokenExchange`)
     weight_backward: Callable[[], None] | None = None  # the pending second part of a split backward
+    saved: SavedActivations | None = None  # what is in host memory until the backward
     part: _OwnPart | None = None  # if the micro-batch is dealt; the other tensors are then those of all of it
     # Messages and consumers on this rank that have yet to take their part: before the backward of `outputs`,
     # after it of the leaves' gradients.
@@ -141,7 +143,8 @@ class Engine:
     the gatherers of sections with zero3. `evaluates`: dropout in glue is off; blocks have their own mode.
     `exchanges`: of sections in which replicas have different experts. `norms`: of sections that replicas sum
     statistics of. `stopwatch`: of the training engine, for an engine that uses the same process groups.
-    `accumulating(section)` makes the context of its backwards.
+    `accumulating(section)` makes the context of its backwards. `activations`: moves to host memory what
+    forwards save, for sections that ask for it.
     """
 
     def __init__(
@@ -159,8 +162,9 @@ class Engine:
         norms: Mapping[str, SynchronizedNorms] | None = None,
         stopwatch: SectionStopwatch | None = None,
         accumulating: Callable[[str], AbstractContextManager[None]] = lambda section: nullcontext(),
+        activations: ActivationOffload | None = None,
     ) -> None:
-        self.accumulating = accumulating
+        self.accumulating, self.activations = accumulating, activations
         self.plan, self.sections, self.transport, self.trace = plan, sections, transport, trace
         self.on_reduce, self.on_last_backward, self.groups = on_reduce, on_last, groups or {}
         self.gatherers, self.exchanges, self.norms = passes or {}, exchanges or {}, norms or {}
@@ -254,6 +258,8 @@ class _StepExecution:
             activity.begin(i)
             transport.advance_to(index)
             is_last_backward = last.get(i.section) is i
+            if i.kind in ("F", "B"):
+                self.fetch_for_backward(program, index)
             if is_last_backward:
                 # Gradient buckets may now start while this backward still runs.
                 self.engine.on_last_backward(i.section)
@@ -330,6 +336,7 @@ class _StepExecution:
             self.during_compute(i),
             torch.set_grad_enabled(live.backward_owed),
             forward_context(live.draws),
+            self.record_saved(i.section, live) as live.saved,
         ):
             if exchange is not None:
                 exchange.begin_forward()
@@ -339,6 +346,23 @@ class _StepExecution:
                 live.exchange_end = exchange.end_forward()
             if i.section in engine.norms:
                 engine.norms[i.section].end_pass(True, engine.device)
+
+    def record_saved(
+        self, section: str, live: _InFlightMicroBatch
+    ) -> AbstractContextManager[SavedActivations | None]:
+        """Moves what a forward saves to host memory, if its section asks for it."""
+        activations = self.engine.activations if live.backward_owed else None
+        return nullcontext() if activations is None else activations.record_forward(section)
+
+    def fetch_for_backward(self, program: Sequence[Instruction], index: int) -> None:
+        """Starts to fetch what the first backward after an instruction needs first, if it is in host
+        memory."""
+        if self.engine.activations is None:
+            return
+        after = next((i for i in program[index + 1 :] if i.kind == "B"), None)
+        live = self.in_flight.get((after.section, after.micro)) if after is not None else None
+        if live is not None and live.saved is not None:
+            live.saved.fetch_last()
 
     def join_outputs(self, i: Instruction, micro: MicroBatch, own: Tensors) -> Tensors:
         """Returns the outgoing edges of a dealt micro-batch, given those of this rank's part."""
@@ -458,6 +482,8 @@ class _StepExecution:
         if norms is not None:
             roots += self.shared_roots(i.section, live, {id(t) for t, _ in roots}, norms)
         accumulating = self.engine.accumulating(i.section)
+        if live.saved is not None and self.engine.activations is not None:
+            self.engine.activations.begin_backward(live.saved)
         with self.during_compute(i), backward_context(live.draws), accumulating:
             if self.engine.splits_backward[i.section]:
                 live.weight_backward = split_backward(roots, list(live.edge_leaves.values()))
@@ -465,6 +491,9 @@ class _StepExecution:
                 torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
             if norms is not None:
                 norms.end_pass(False, self.engine.device)
+        if live.saved is not None:
+            live.saved.end_backward()
+            live.saved = None
         if live.part is not None:
             self.join_leaf_gradients(i, live, live.part)
         # Consumers that return a gradient have taken their tensors before this backward; the others may do so

@@ -75,6 +75,7 @@ from secc.runtime.training.evaluation import EvaluationResult, Evaluator
 from secc.runtime.training.first_pass import FirstPass, has_statistics
 from secc.runtime.training.generation import FUNCTION, SampleGenerator
 from secc.runtime.training.nonfinite_search import NonFiniteEvent, NonFiniteSearch
+from secc.runtime.training.offloaded_activations import ActivationOffload
 from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.rendezvous import attempt_name
 from secc.runtime.training.run_reports import RunReports
@@ -155,6 +156,7 @@ class Trainer:
             )
             exchange.require = context.zero3.unit_requirement(name)
         install_row_layers(self.plan, model, context.rank)
+        activations = self._offload_activations(model)
         context.zero3.wrap_units()
         self.reducer = GradientReducer(
             reductions,
@@ -186,6 +188,7 @@ class Trainer:
             context.zero3.gatherers,
             exchanges=exchanges,
             accumulating=self.reducer.dropping_repeated,
+            activations=activations,
             norms={name: norms[name] for name in norm_groups},
         )
         self._time_collectives(groups, exchange_groups | norm_groups)
@@ -828,6 +831,16 @@ class Trainer:
                 raise UserError(f"optimizer states cannot be sharded: {reason}", remedy=remedy)
         shard_optimizer(optimizer, {**self.reducer.sharded_slices, **self.reducer.masters})
         return optimizer
+
+    def _offload_activations(self, model: nn.Module) -> ActivationOffload | None:
+        """Returns what moves saved activations to host memory, None if no section of this rank asks for
+        it."""
+        layers = {
+            s.name: recompute.units_of_blocks(model, s.blocks)
+            for s in self.plan.sections
+            if s.offload == "activations" and self.context.rank in s.mesh.ranks
+        }
+        return ActivationOffload(layers, model, HostCopies(self.context.device)) if layers else None
 
     def _offload_optimizer(self, names: Collection[str]) -> OffloadedOptimizer | None:
         """Moves the optimizer states and masters of the parameters `names` to host memory. Raises UserError

@@ -258,6 +258,7 @@ def _section_cost(op: SectionOp) -> schema.Cost:
         "flops": "",
         "backward_flops": "",
         "saved": "",
+        "streamed": "",
         "dtype": "",
     }
     return schema.Cost(**{key: attribute_value(op, key, default) for key, default in known.items()})

@@ -127,7 +127,7 @@ def micro_batch_text(section: Section) -> str:
 
 def offload_text(section: Section) -> str:
     """What a section keeps in host memory."""
-    what = "optimizer states" if section.offload == "optimizer" else "weights"
+    what = "optimizer states" if section.offload == "optimizer" else section.offload
     return f"{what} in host memory ({section.host_gib:.3g} GiB a rank)"
 
 

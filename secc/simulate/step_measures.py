@@ -229,6 +229,7 @@ class _HeldBytes:
         if any(s.mode != "forward" and not s.cost.saved for s in self.sections_by_rank[rank]):
             return None
         fixed = self._parameter_bytes(rank) + self.traffic.streamed_state_bytes(rank)
+        fixed += self._streamed_activation_bytes(rank)
         changes = [
             *_in_flight_changes(self.step, rank, self._saved_bytes),
             *_prefetched_result_changes(self.step, rank, self.sizes),
@@ -246,6 +247,19 @@ class _HeldBytes:
                 else evaluate_expr(own.cost.saved, self.sizes.micro_batch_sizes(samples))
             )
         return self.saved[section, micro]
+
+    def _streamed_activation_bytes(self, rank: int) -> int:
+        """Bytes of activations on their way to or from host memory: of the largest micro-batch, as the rank
+        computes one at a time."""
+        return max(
+            (
+                evaluate_expr(self.sections[c.section].cost.streamed, self.sizes.micro_batch_sizes(samples))
+                for c in self.step.compute_by_rank.get(rank, ())
+                if self.sections[c.section].cost.streamed
+                and (samples := self.step.schedule.micro_batches[c.section][c.micro].samples)
+            ),
+            default=0,
+        )
 
     def _parameter_bytes(self, rank: int) -> int:
         """Parameters, and for trained ones gradients, masters and optimizer states on the device; of sharded

@@ -1,5 +1,5 @@
-"""Plans with optimizer states or weights in host memory are bit-equal to the same plans without, and go on
-from each other's checkpoints."""
+"""Plans with optimizer states, weights or activations in host memory are bit-equal to the same plans without,
+and go on from each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ CASES: list[tuple[str, int, tuple[str, ...], dict[str, str], str]] = [
         {"middle": "weights", "head": "optimizer"},
         "",
     ),
+    ("nano", 2, ("model.pp=2", "model.micro_batch=2"), {"model": "activations"}, "bf16"),
 ]
 SLOW: list[tuple[str, int, tuple[str, ...], dict[str, str], str]] = [
     ("nano", 2, ("model.pp=2", "model.recompute=full"), {"model": "optimizer"}, ""),
@@ -47,6 +48,36 @@ SLOW: list[tuple[str, int, tuple[str, ...], dict[str, str], str]] = [
         "bf16",
     ),
     ("qwen_distil", 2, ("teacher.tp=2", "student.with=teacher"), {"teacher": "weights"}, ""),
+    ("nano", 2, ("model.tp=2", "model.recompute=full", "model.micro_batch=2"), {"model": "activations"}, ""),
+    (
+        "nano",
+        2,
+        ("model.dp=2", "model.sharding=zero3", "model.micro_batch=2"),
+        {"model": "activations"},
+        "bf16",
+    ),
+    (
+        "nano",
+        2,
+        ("model.cp=2", "model.recompute=selective", "model.micro_batch=2"),
+        {"model": "activations"},
+        "",
+    ),
+    ("nano", 2, ("model.pp=2", "model.chunks=2", "model.sharding=zero1"), {"model": "activations"}, ""),
+    (
+        "llava_tiny",
+        3,
+        ("language_model.sharding=zero2", "language_model.dp=2", "vision_tower.recompute=full"),
+        {"language_model": "activations", "vision_tower": "activations"},
+        "bf16",
+    ),
+    (
+        "qwen_distil",
+        3,
+        ("teacher.dp=2", "student.dp=1", "student.recompute=full"),
+        {"teacher": "weights", "student": "activations"},
+        "bf16",
+    ),
 ]
 # A frozen stack between layers that train: its backward needs the weights again.
 FROZEN_MIDDLE = """
@@ -149,6 +180,11 @@ def test_offloading_changes_no_bit(
             "weights is impossible: zero3 gathers",
         ),
         (("student.offload=disk",), "unknown offload 'disk'"),
+        (("teacher.offload=activations",), "teacher.offload=activations is impossible: it has no backward"),
+        (
+            ("student.offload=activations", "student.pp=2", "student.backward=split"),
+            "activations is impossible: both parts of a split backward",
+        ),
     ],
 )
 def test_impossible_offloads_are_refused(choices: tuple[str, ...], message: str, tmp_path: Path) -> None:

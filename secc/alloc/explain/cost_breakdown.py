@@ -115,7 +115,8 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate, ahead: bool
     ns_by_part[BUBBLES_PART] = 0 if ahead else pipeline_bubble_ns(rank, c.micro_batch, busy)
     total = c.busy_ns if ahead else c.time_ns
     in_rounds = c.sharding == "zero3" or rank.cost.expert_replicas > 1
-    rest = HOST_COPIES_PART if c.offload == "weights" else GATHERS_PART if in_rounds else "other"
+    in_passes = c.offload in ("weights", "activations")
+    rest = HOST_COPIES_PART if in_passes else GATHERS_PART if in_rounds else "other"
     ns_by_part[rest] = total - sum(ns_by_part.values())
     return {
         name: ns for name, ns in sorted(ns_by_part.items(), key=lambda part: -part[1]) if ns > total // 1000
@@ -188,6 +189,8 @@ def break_down_memory(
         f"activations of {count_text}": memory.activation_bytes(count),
         "tensors within a forward"
         if load.mode == "forward"
+        else "layers' activations on their way, gradients of an operation"
+        if c.offload == "activations"
         else "gradients of an operation, or recomputing a layer": memory.working,
         "messages": messages,
     }

@@ -251,6 +251,7 @@ def _candidates_of_parts(
         for mode in modes
         for parts in list_backward_parts(load, shape, *mode, pins)
         for offload in offloads[mode[0]]
+        if parts == 1 or offload != "activations"
     ]
     for dp in pins.dp_choices(
         load.name, most, candidate_pruning.replica_counts(size_of_replica, ranks, work.cluster.per_node, most)

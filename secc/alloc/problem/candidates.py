@@ -26,6 +26,7 @@ from secc.alloc.problem.stackable_layers import count_stackable_layers
 from secc.alloc.problem.types import WHOLE, Candidate, ReplicaShape
 from secc.cluster import Cluster, Overheads
 from secc.cost.model import cp_scaling, roofline, tp_pp_scaling
+from secc.cost.model.activation_copies import ActivationCopies, price_activation_copies
 from secc.cost.model.collectives import RankSpan, span_of_consecutive_ranks
 from secc.cost.model.cost_expressions import max_expr, scale_expression
 from secc.cost.model.expert_parallel_cost import cost_with_expert_parts, exchange_ns
@@ -115,6 +116,7 @@ class SectionLoad:
     cached_sample_bytes: dict[str, list[tuple[int, int]]] = field(
         init=False, repr=False, compare=False, default_factory=dict[str, list[tuple[int, int]]]
     )
+    forward_with_copies: Mapping[str, str] = field(default_factory=dict[str, str])
     cached_gathers: dict[int, ParameterTransfers | None] = field(
         init=False, repr=False, compare=False, default_factory=dict[int, "ParameterTransfers | None"]
     )
@@ -133,9 +135,20 @@ class SectionLoad:
         """What the stages have, `chunks` on each of `pp` ranks; `self` is the load of the whole section."""
         return stage_shares(self.cost.layers, pp, self.outside_share, chunks)
 
+    def pass_ns(self, recompute: str) -> tuple[str, str]:
+        """Expressions of a forward and a backward in ns, without what replicas exchange in them."""
+        return self.forward_with_copies.get(recompute, self.forward_ns), self.backward_ns[recompute]
+
+    def activation_copies(self, recompute: str) -> ActivationCopies | None:
+        """What is in host memory from forward to backward, None if all stays on the device."""
+        return price_activation_copies(self.cost, recompute) if self.shape.offload == "activations" else None
+
     def cost_under_recompute(self, recompute: str) -> SectionCost:
-        """Cost of the section where `saved` counts only what recompute mode `recompute` keeps. Under a split
-        backward, what was computed again stays until the weight gradients, so all of it counts."""
+        """Cost of the section where `saved` counts only what recompute mode `recompute` keeps on the device.
+        Under a split backward, what was computed again stays until the weight gradients, so all of it
+        counts."""
+        if (copies := self.activation_copies(recompute)) is not None:
+            return replace(self.cost, saved=self.cost.outside_saved, streamed=copies.streamed)
         again = self.cost.recompute.get(recompute)
         if again is None or self.shape.backward_parts > 1:
             return self.cost
@@ -147,7 +160,7 @@ class Workload:
     """Everything that candidates are made from. `unshardable` is the reason why the user's optimizer cannot
     be sharded, "" if it can.
 
-    `may_offload`: sections may keep optimizer states or weights in host memory without a pin.
+    `may_offload`: sections may keep optimizer states, weights or activations in host memory without a pin.
 
     On a cluster of several device kinds, `loads` are priced with the worst figures of all kinds, and
     `by_kind` holds the same workload on each kind alone. The `cached_*` fields memoise results.
@@ -407,11 +420,17 @@ def compute_rank_load(
         copies = weight_copies(cost, device)
         backward = {way: copies.add_to_expressions(forward, text)[1] for way, text in backward.items()}
         forward, _ = copies.add_to_expressions(forward, "0")
+    with_copies: dict[str, str] = {}
+    if offload == "activations" and mode != "forward":
+        for way, text in backward.items():
+            moving = price_activation_copies(cost, way)
+            with_copies[way], backward[way] = moving.add_to_expressions(forward, text, device)
     return replace(
         whole,
         cost=cost,
         forward_ns=forward,
         backward_ns=backward,
+        forward_with_copies=with_copies,
         label=roofline.time_label(cost, device),
         shape=shape,
         stages=stages,
@@ -560,6 +579,7 @@ def list_backward_parts(
         and recompute == "none"
         and sharding != "zero3"
         and load.cost.trainable > 0
+        and shape.offload != "activations"
     )
     return [1, 2] if possible and "split" in pins.word_choices(load.name, "backward") else [1]
 
@@ -570,6 +590,7 @@ def list_offloads(
     """What may live in host memory, in order of preference among equals; empty if the pinned choice is
     impossible with this shape and sharding."""
     pinned = pins.words.get(load.name, {}).get("offload")
+    shape = shape._replace(backward_parts=2) if pins.splits_backward(load.name) else shape
     possible = [
         what for what in PIN_WORDS["offload"] if not why_not_offloaded(load, what, shape, sharding, work)
     ]
@@ -583,6 +604,7 @@ def require_offload(
 ) -> None:
     """Raises UserError for a pinned offload that no sharding of these allows."""
     pinned = pins.words.get(load.name, {}).get("offload", "none")
+    shape = shape._replace(backward_parts=2) if pins.splits_backward(load.name) else shape
     reasons = [why_not_offloaded(load, pinned, shape, sharding, work) for sharding in shardings]
     if all(reasons):
         raise UserError(
@@ -594,14 +616,25 @@ def require_offload(
 def why_not_offloaded(
     load: SectionLoad, what: str, shape: ReplicaShape, sharding: str, work: Workload
 ) -> str:
-    """Why host memory cannot have a section's optimizer states or weights, "" if it can."""
+    """Why host memory cannot have a section's optimizer states, weights or activations, "" if it can."""
     if what == "none":
         return ""
     if not work.cluster.device.host_memory * work.cluster.device.host_bytes_per_s:
         return "the cluster file says nothing of host memory (host: {gb_s: 51, memory_gib: 238})"
     if what == "optimizer":
         return "" if load.cost.trainable else "it trains nothing, so it has no optimizer states"
+    if what == "activations":
+        return _why_activations_stay(load, shape)
     return _why_weights_stay(load, shape, sharding)
+
+
+def _why_activations_stay(load: SectionLoad, shape: ReplicaShape) -> str:
+    """Why what a section saves for its backward cannot be in host memory meanwhile, "" if it can."""
+    if load.mode == "forward":
+        return "it has no backward, so it saves nothing"
+    if load.cost.layers < 2:
+        return "it has no layers that run one after another"
+    return "both parts of a split backward need what was saved" if shape.backward_parts > 1 else ""
 
 
 def _why_weights_stay(load: SectionLoad, shape: ReplicaShape, sharding: str) -> str:
@@ -659,7 +692,7 @@ def price_fitting_candidates(
     alternating_bytes = rank.total_bytes(in_flight_alternating(work, load, count))
     if capacity is not None and alternating_bytes > capacity:
         return []
-    if capacity is not None and rank.host > work.cluster.device.usable_host_memory:
+    if capacity is not None and _host_bytes(work, load, rank) > work.cluster.device.usable_host_memory:
         return []
     busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
     candidate = _make_candidate(work, load, dp, size, sharding, recompute, busy, rank, alternating_bytes)
@@ -709,7 +742,7 @@ def _make_candidate(
         sharding=sharding,
         idle_ns=bubble if load.mode == "forward" else 0,
         offload=load.shape.offload,
-        host_memory=rank.host,
+        host_memory=_host_bytes(work, load, rank),
     )
 
 
@@ -905,7 +938,7 @@ def micro_batch_time_expressions(
     `span` is the location of the data-parallel group's ranks if they are placed already; by default they are
     consecutive replicas.
     """
-    expressions, span = (load.forward_ns, load.backward_ns[recompute]), span or _replica_span(work, load, dp)
+    expressions, span = load.pass_ns(recompute), span or _replica_span(work, load, dp)
     gathers = zero3_collectives(load.cost, sharding, work.cluster, span)
     return expressions if gathers is None else gathers.add_to_expressions(*expressions)
 
@@ -996,10 +1029,8 @@ def _micro_batch_times(
     key = (pattern.when, samples, recompute)
     if key not in load.cached_numbers:
         sizes = work.mean_micro_batch_sizes(pattern, samples)
-        mean_sample_times = (
-            evaluate_expr(load.forward_ns, sizes),
-            evaluate_expr(load.backward_ns[recompute], sizes),
-        )
+        forward, backward = load.pass_ns(recompute)
+        mean_sample_times = evaluate_expr(forward, sizes), evaluate_expr(backward, sizes)
         load.cached_numbers[key] = (
             load.spread.mean_ns(pattern.when, mean_sample_times[0]),
             load.spread.mean_ns(pattern.when, mean_sample_times[1]),
@@ -1029,7 +1060,7 @@ def memory_on_rank(
 ) -> RankMemory:
     """Bytes on a rank by purpose. A micro-batch keeps what backward needs and the tensors that enter and
     leave the section; the largest pattern counts."""
-    return rank_memory(
+    memory = rank_memory(
         load.cost,
         *_activation_bytes(work, load, size, recompute),
         dp * load.shape.cp,
@@ -1038,6 +1069,27 @@ def memory_on_rank(
         _largest_sample_bytes(work, load, size, recompute),
         load.shape.offload,
     )
+    if (copies := load.activation_copies(recompute)) is None:
+        return memory
+    return memory._replace(host_activation=_moved_bytes(work, load, size, copies.moved, recompute))
+
+
+def _moved_bytes(work: Workload, load: SectionLoad, size: int, moved: str, recompute: str) -> int:
+    """Bytes that a micro-batch has in host memory, the largest listed sample alone included."""
+    key = "moved", size, recompute
+    if key not in load.cached_numbers:
+        samples = chain.from_iterable(held for _, held in _sample_bytes(work, load, (moved,)))
+        means = (evaluate_expr(moved, work.mean_micro_batch_sizes(p, size)) for p in load.active_patterns)
+        load.cached_numbers[key] = max((*means, *samples), default=0), 0
+    return load.cached_numbers[key][0]
+
+
+def _host_bytes(work: Workload, load: SectionLoad, rank: RankMemory) -> int:
+    """Bytes of host memory of a rank, with as many micro-batches as it may hold in flight."""
+    most = rank.micro_batches
+    if load.name not in work.producing_sections:
+        most = min(most, IN_FLIGHT_PER_STAGE * load.shape.pp)
+    return rank.host_bytes(most)
 
 
 def candidate_memory(work: Workload, load: SectionLoad, c: Candidate) -> RankMemory:
@@ -1052,9 +1104,9 @@ def stage_in_flight_limit(work: Workload, load: SectionLoad, c: Candidate, stage
 
     `load` is that of a rank of the stage.
     """
-    rank, usable = candidate_memory(work, load, c), work.cluster.device.usable_memory
+    rank, device = candidate_memory(work, load, c), work.cluster.device
     least, most = least_in_flight(c.pp, c.chunks, stage), IN_FLIGHT_PER_STAGE * c.pp
-    on_rank = next((n for n in range(most, 0, -1) if rank.total_bytes(n) <= usable), 0)
+    on_rank = next((n for n in range(most, 0, -1) if rank.fits(n, device)), 0)
     return max(least, divide_in_flight_room(c.shape, stage, c.chunks * on_rank))
 
 
@@ -1125,12 +1177,14 @@ def _working_expressions(load: SectionLoad, recompute: str) -> tuple[str, ...]:
     if load.mode == "forward":
         return (load.cost.forward_transient,)
     again = load.cost.recompute.get(recompute)
-    return (
+    texts = (
         load.cost.forward_transient,
         load.cost.backward_transient,
         load.cost.logits_backward_transient,
         again.working if again else "0",
     )
+    streamed = load.cost_under_recompute(recompute).streamed
+    return texts if streamed == "0" else tuple(f"{text} + {streamed}" for text in texts)
 
 
 def sample_activation_bytes(

@@ -18,7 +18,7 @@ PIN_WORDS = {
     "norms": ("whole", "sequence"),
     "attention": ("gather", "ulysses"),
     "cp_per": ("section", "micro_batch"),
-    "offload": ("none", "optimizer", "weights"),
+    "offload": ("none", "optimizer", "weights", "activations"),
     "placement": PLACEMENTS,
     "overlap": OVERLAPS,
 }

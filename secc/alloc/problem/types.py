@@ -64,7 +64,7 @@ class Candidate:
           whether its ranks divide each sample or compute some samples whole. `time_ns` counts all samples as
           divided.
       backward_parts: 2 where stages compute gradients of parameters apart, in idle time, else 1.
-      offload: what lives in host memory: "none", "optimizer" states or frozen "weights".
+      offload: what lives in host memory: "none", "optimizer" states, frozen "weights" or "activations".
       host_memory: bytes of host memory for a rank.
       chunks, placement: pieces of layers on a rank of a pipeline, and how they lie on the ranks.
       norms: whether norms work on "whole" sequences, or on the positions of a rank of tp ("sequence").

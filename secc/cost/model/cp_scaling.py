@@ -136,6 +136,7 @@ def cost_on_rows(cost: SectionCost, cp: int, attention: str = "gather") -> Secti
             "backward_work",
             "glue_bytes",
             "logits_saved",
+            "outside_saved",
             "logits_moved",
             "logits_backward_transient",
             "forward_transient",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from secc.cluster import Device
 from secc.cost.model.section_cost import SectionCost
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES, MAX_BUCKETS_IN_FLIGHT, OFFLOADED_BUCKETS
 
@@ -42,7 +43,8 @@ class RankMemory(NamedTuple):
     largest_sample: activations of the largest sample; if they exceed those of several micro-batches, it is
         alone in flight.
     reduced: gradients that are reduced during the last backward.
-    host: bytes in host memory, on none of the device's.
+    host: bytes in host memory, on none of the device's; host_activation: more of them for each micro-batch
+        in flight.
     """
 
     parameters: int
@@ -55,6 +57,16 @@ class RankMemory(NamedTuple):
     largest_sample: int = 0
     reduced: ReducedGradients = ReducedGradients()
     host: int = 0
+    host_activation: int = 0
+
+    def host_bytes(self, in_flight: int) -> int:
+        """Bytes in host memory with `in_flight` micro-batches between forward and backward."""
+        return self.host + in_flight * self.host_activation
+
+    def fits(self, in_flight: int, device: Device) -> bool:
+        """Whether `in_flight` micro-batches fit into a device's memory, and into its part of its host's."""
+        fits_host = not self.host_activation or self.host_bytes(in_flight) <= device.usable_host_memory
+        return fits_host and self.total_bytes(in_flight) <= device.usable_memory
 
     @property
     def fixed(self) -> int:

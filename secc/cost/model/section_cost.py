@@ -85,6 +85,7 @@ _EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size s
     "work",
     "backward_work",
     "saved",
+    "outside_saved",
     "glue_bytes",
     "forward_ns",
     "backward_ns",
@@ -118,7 +119,8 @@ class SectionCost:
             in `work` and `glue_bytes`.
 
     Memory of a micro-batch, in bytes:
-        saved: kept from forward to backward.
+        saved: kept from forward to backward. outside_saved: the part of it that no stack of layers keeps.
+        streamed: activations of layers on their way to or from host memory, where they are kept there.
         logits_saved, logits_moved: the parts of `saved` and `glue_bytes` in tensors with a vocabulary
             dimension. Tensor parallelism divides these by tokens.
         backward_transient, logits_backward_transient: gradients that exist at once in the backward of the
@@ -178,6 +180,8 @@ class SectionCost:
     backward_ns: str = "0"
     master_bytes: int = 0
     logits_saved: str = "0"
+    outside_saved: str = "0"
+    streamed: str = "0"
     logits_moved: str = "0"
     backward_transient: str = "0"
     logits_backward_transient: str = "0"
@@ -245,6 +249,7 @@ class _CostAccumulator:
     layer_work: Counter[str] = field(default_factory=Counter[str])
     expert_row_work: int = 0
     logits_saved: Counter[str] = field(default_factory=Counter[str])
+    outside_saved: Counter[str] = field(default_factory=Counter[str])
     logits_moved: Counter[str] = field(default_factory=Counter[str])
     backward_transient: set[str] = field(default_factory=set[str])
     logits_backward_transient: set[str] = field(default_factory=set[str])
@@ -324,6 +329,7 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, outside_lay
         backward_ns=_max_measured_ns(case.backward_ns for case in cases) if has_backward else "0",
         master_bytes=FLOAT32_BYTES * trainable if "dtype" in graph.attributes else 0,
         logits_saved=largest(case.logits_saved for case in cases) if has_backward else "0",
+        outside_saved=largest(case.outside_saved for case in cases) if has_backward else "0",
         logits_moved=largest(case.logits_moved for case in cases),
         backward_transient=_max_over_patterns(
             graph, {text for case in cases for text in case.backward_transient}
@@ -584,6 +590,8 @@ def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: 
             routed = cost.routed_work * sympy.Rational(ratio.numerator, ratio.denominator)
             sums.routed_backward_work[size_expr.format_expr(routed)] += 1
         sums.saved[size_expr.format_expr(cost.saved)] += 1
+        if not layers:
+            sums.outside_saved[size_expr.format_expr(cost.saved)] += 1
         sums.recompute.add_call(cost, recomputed)
     else:
         sums.outputs[size_expr.format_expr(result_bytes)] += 1
@@ -624,6 +632,7 @@ def _add_glue(op: GlueOp, sums: _CostAccumulator) -> None:
         sums.work[size_expr.format_expr(flops)] += 1
     if op_has_backward(op):
         sums.saved[written] += 1
+        sums.outside_saved[written] += 1
         sums.recompute.add_saved_bytes(written)
         if flops is not None:
             # One product of the same size for each of the two factors that needs a gradient.
@@ -642,6 +651,7 @@ def _add_fused_loss(op: GlueOp, cost: FusedLossCost, sums: _CostAccumulator) -> 
         sums.backward_flops[size_expr.format_expr(cost.backward)] += 1
         sums.backward_work[size_expr.format_expr(cost.backward)] += 1
         sums.saved[size_expr.format_expr(cost.saved)] += 1
+        sums.outside_saved[size_expr.format_expr(cost.saved)] += 1
         sums.recompute.add_saved_bytes(size_expr.format_expr(cost.saved))
 
 

@@ -261,6 +261,9 @@ def cost_on_rank(cost: SectionCost, tp: int, stages: StageShares = WHOLE_SECTION
         work=scale_expression(cost.work, divided_time * slowdown),
         backward_work=scale_expression(cost.backward_work, divided_time * slowdown),
         saved=_scale_in_parts(cost.saved, activations_share, cost.logits_saved, divided_share),
+        outside_saved=_scale_in_parts(
+            cost.outside_saved, activations_share, cost.logits_saved, divided_share
+        ),
         glue_bytes=_scale_in_parts(
             cost.glue_bytes, longest * activations_share / stage_share, cost.logits_moved, divided_time
         ),
