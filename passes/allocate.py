@@ -27,6 +27,7 @@ from secc.alloc.problem.candidates import (
     SectionLoad,
     Workload,
     build_workload,
+    may_copy_in_place_of_recomputing,
     micro_batch_time_expressions,
     subgroup_costs,
 )
@@ -108,6 +109,10 @@ class Allocate(ModulePass):
             return _write_allocation(graph, *found)
         solved = self.solve_closed_form(graph)
         won = self.refine_solution(solved)
+        if (copying := self._solve_with_copies(solved, won)) is not None:
+            other = self.refine_solution(copying)
+            if other.evaluation.fits and other.evaluation.time_ns < won.evaluation.time_ns:
+                solved, won = copying, other
         ranks = assign_ranks(solved.problem, won.assignment)
         evaluator = PlanEvaluator(solved.work, solved.problem, solved.run_ahead)
         problem, won = deal_where_shorter(evaluator, won, ranks, solved.pins, MULTI_RANK_MARGIN)
@@ -123,7 +128,7 @@ class Allocate(ModulePass):
             asked = self._build_problem(work, pins, size, free=True)
             solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
         if solution is None and work.cluster.device.backend != "cpu":
-            offloading = work.with_offload()
+            offloading = work.with_offloads()
             with_offload = self._build_problem(offloading, pins, size, free=True)
             solution = solve_allocation(with_offload, margin=MULTI_RANK_MARGIN)
             work, asked = (offloading, with_offload) if solution is not None else (work, asked)
@@ -135,6 +140,24 @@ class Allocate(ModulePass):
         if solution is None:
             raise explain_infeasibility(work, asked, pins)
         return SolvedAllocation(work, asked, solution, pins, size)
+
+    def _solve_with_copies(self, solved: SolvedAllocation, won: RefinedPlan) -> SolvedAllocation | None:
+        """The best plan by closed forms where activations may be in host memory, None unless that may save
+        time: where layers run again, and copies would take less."""
+        chosen = {s: cs[won.assignment.choice[s]] for s, cs in solved.problem.sections.items()}
+        work = solved.work.with_offloads((*solved.work.offloads, "activations"))
+        if (
+            self.objective == "gpus"
+            or work.cluster.device.backend == "cpu"
+            or "activations" in solved.work.offloads
+            or not any(may_copy_in_place_of_recomputing(work, work.loads[s], c) for s, c in chosen.items())
+        ):
+            return None
+        asked = self._build_problem(work, solved.pins, solved.run_ahead, free=True)
+        solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
+        if solution is None or solution.time_ns >= solved.solution.time_ns:
+            return None
+        return replace(solved, work=work, problem=asked, solution=solution)
 
     def refine_solution(self, solved: SolvedAllocation) -> RefinedPlan:
         """The best plan by simulation with the scheduler, among the solver's plan and its neighbours."""

@@ -459,6 +459,30 @@ def test_host_memory_is_used_where_nothing_else_fits() -> None:
         allocate_model(layered_model(6 * 10**9), **options, set=("lm.offload=none",))
 
 
+@pytest.mark.parametrize(
+    ("gb_s", "offload", "recompute"), [(1, "none", "full"), (450, "activations", "none")]
+)
+def test_activations_leave_where_that_takes_less_time_than_running_again(
+    gb_s: int, offload: str, recompute: str, tmp_path: Path
+) -> None:
+    cluster = tmp_path / "host.yaml"
+    cluster.write_text(f"devices: 4\nkind: H100\nhost: {{gb_s: {gb_s}, memory_gib: 9000}}\n")
+    layers = f'{LAYERS}, saved = "{3000 * MIB}*B*S"'.replace("2400000*B*S", f"{10**13}*B*S")
+    source = VLM.read_text().replace(LM, f"{LM} {{{layers}}}")
+    options: dict[str, Any] = {"cluster": str(cluster), "set": ("lm.micro_batch=1",)}
+    found = allocate_model(source, **options)
+    assert section_attribute(found, "lm", "offload") == offload
+    assert section_attribute(found, "lm", "recompute") == recompute
+    options["set"] = (*options["set"], "lm.offload=none")
+    without = allocate_model(source, **options)
+    assert section_attribute(without, "lm", "recompute") == "full"
+    shorter = prediction(found)["step_time_s"] < prediction(without)["step_time_s"]
+    assert shorter == (offload == "activations")
+    if shorter:
+        assert section_attribute(found, "lm", "saved") == "4"  # the loss; layers are on their way
+        assert section_attribute(found, "lm", "host_gib") > 100
+
+
 def test_host_memory_has_a_limit(tmp_path: Path) -> None:
     cluster = tmp_path / "small.yaml"
     cluster.write_text("devices: 1\nkind: H100\nhost: {gb_s: 50, memory_gib: 40}\n")

@@ -140,6 +140,11 @@ def _draw_section_pins(rng: random.Random, section: Section, shape: Shape) -> It
         chosen["norms"] = "sequence"
     if shape.tp > 1:
         chosen["overlap"] = rng.choice(OVERLAPS)
+    offloads = ["optimizer"] if section.mode == "train" else ["weights"]
+    if section.mode != "forward" and not split:
+        offloads.append("activations")
+    if rng.random() < 0.35:
+        chosen["offload"] = rng.choice(offloads)
     yield from (f"{section.name}.{key}={value}" for key, value in chosen.items())
 
 

@@ -230,7 +230,7 @@ def _change_one_choice(
             other = price_candidate(work, replica, c.dp, c.micro_batch, c.sharding, c.recompute)
             yield f"backward={other.backward}", other
     # Device and host share a memory on CPUs.
-    hosts = work if work.cluster.device.backend == "cpu" else work.with_offload()
+    hosts = work if work.cluster.device.backend == "cpu" else work.with_offloads()
     for offload in list_offloads(hosts, load, c.shape, c.sharding, pins):
         if offload != c.offload:
             replica = require_rank_load(work, load, c.shape._replace(offload=offload), c.ranks)

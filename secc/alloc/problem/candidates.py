@@ -160,7 +160,7 @@ class Workload:
     """Everything that candidates are made from. `unshardable` is the reason why the user's optimizer cannot
     be sharded, "" if it can.
 
-    `may_offload`: sections may keep optimizer states, weights or activations in host memory without a pin.
+    `offloads`: what sections may keep in host memory without a pin ("optimizer", "weights", "activations").
 
     On a cluster of several device kinds, `loads` are priced with the worst figures of all kinds, and
     `by_kind` holds the same workload on each kind alone. The `cached_*` fields memoise results.
@@ -173,7 +173,7 @@ class Workload:
     crossings: tuple[SectionTransfer, ...]
     unshardable: str = ""
     by_kind: tuple[Workload, ...] = ()
-    may_offload: bool = False
+    offloads: tuple[str, ...] = ()
     cached_active_samples: dict[str, int] = field(
         init=False, repr=False, compare=False, default_factory=dict[str, int]
     )
@@ -245,10 +245,10 @@ class Workload:
             loads={name: compute_rank_load(load, WHOLE, cluster) for name, load in self.loads.items()},
         )
 
-    def with_offload(self) -> Workload:
-        """Copy of the workload in which sections may use host memory."""
-        kinds = tuple(replace(work, may_offload=True) for work in self.by_kind)
-        return replace(self, may_offload=True, by_kind=kinds)
+    def with_offloads(self, offloads: tuple[str, ...] = PIN_WORDS["offload"]) -> Workload:
+        """Copy of the workload in which sections may keep this in host memory."""
+        kinds = tuple(replace(work, offloads=offloads) for work in self.by_kind)
+        return replace(self, offloads=offloads, by_kind=kinds)
 
     def rank_load(self, load: SectionLoad, shape: ReplicaShape, attention: str = "") -> SectionLoad:
         """Load of a section on one rank of its replicas of this shape (memoised). attention: how its ranks of
@@ -596,7 +596,20 @@ def list_offloads(
     ]
     if pinned is not None:
         return [pinned] if pinned in possible else []
-    return possible if work.may_offload else ["none"]
+    return [what for what in possible if what == "none" or what in work.offloads]
+
+
+def may_copy_in_place_of_recomputing(work: Workload, load: SectionLoad, c: Candidate) -> bool:
+    """Whether a section that runs layers again would take less time with what they save in host memory, for a
+    micro-batch of one mean sample."""
+    if c.recompute == "none" or why_not_offloaded(load, "activations", c.shape, c.sharding, work):
+        return False
+
+    def passes_ns(offload: str, recompute: str) -> int:
+        forward, backward = work.rank_load(load, c.shape._replace(offload=offload)).pass_ns(recompute)
+        return evaluate_expr(f"{forward} + {backward}", load.mean_sizes)
+
+    return passes_ns("activations", "none") < passes_ns(c.offload, c.recompute)
 
 
 def require_offload(

@@ -9,6 +9,7 @@ import pytest
 
 from secc.cluster import Cluster, parse_cluster
 from secc.cost.model import roofline
+from secc.cost.model.activation_copies import price_activation_copies
 from secc.cost.model.collectives import RankSpan
 from secc.cost.model.cost_expressions import max_expr
 from secc.cost.model.memory import rank_memory
@@ -424,6 +425,29 @@ def test_memory_and_time_of_offloaded_states() -> None:
     step_ns = roofline.optimizer_step_ns(large, device)
     assert roofline.offloaded_step_ns(step_ns, offloaded.host, device) == 18 * 10**9 * 10**9 // (512 * 10**8)
     assert roofline.offloaded_step_ns(10**12, offloaded.host, device) == 10**12
+
+
+def test_memory_and_time_of_offloaded_activations() -> None:
+    """Of three layers, f's, with 100 bytes a position, or 10 where they run again; the glue has no layers."""
+    cost = cost_of(section_graph(X + F.replace('saved = "4*B*S", ops = 3', UNITS) + ENC))
+    assert (cost.saved, cost.outside_saved) == ("116*B*S", "16*B*S")
+    sizes, gpu = {"B": 1, "S": 10**6, "n": 0}, parse_cluster("1x8xH100").device
+    for way, moved in (("none", 100 * 10**6), ("full", 10 * 10**6)):
+        copies = price_activation_copies(cost, way)
+        assert evaluate_expr(copies.moved, sizes) == moved
+        assert evaluate_expr(copies.streamed, sizes) == moved  # all three layers
+    copied = 1000 * 100 * 10**6 // (gpu.host_bytes_per_s // 10**6)
+    copies = price_activation_copies(cost, "none")
+    for computed in (10, 10**9):
+        forward, backward = copies.add_to_expressions(str(computed), str(2 * computed), gpu)
+        assert evaluate_expr(forward, sizes) == max(computed, copied) + copied // 3
+        assert evaluate_expr(backward, sizes) == max(2 * computed, copied) + copied // 3
+    cpu = parse_cluster("local:2").device
+    slow = 1000 * 100 * 10**6 // (cpu.host_bytes_per_s // 10**6)
+    assert evaluate_expr(copies.add_to_expressions("10", "20", cpu)[1], sizes) == 20 + slow
+    memory = rank_memory(cost, 5)._replace(host=7, host_activation=10**9)
+    assert memory.host_bytes(3) == 7 + 3 * 10**9 and memory.fits(3, gpu)
+    assert not memory.fits(gpu.usable_host_memory // 10**9 + 1, gpu)
 
 
 def test_memory_and_time_of_offloaded_weights() -> None:
