@@ -136,6 +136,7 @@ _COST = shapes.dataclass_of(
         "streamed": _optional_expression,
         "dtype": _TEXT,
     },
+    optional=("streamed",),
 )
 _STYLE_KINDS = ("colwise", "rowwise", "shapes", "vocab", "norm", "inner", "sequence")
 _SECTION_FIELDS: dict[str, Shape] = {

@@ -63,7 +63,6 @@ SLOW: list[tuple[str, int, tuple[str, ...], dict[str, str], str]] = [
         {"model": "activations"},
         "",
     ),
-    ("nano", 2, ("model.pp=2", "model.chunks=2", "model.sharding=zero1"), {"model": "activations"}, ""),
     (
         "llava_tiny",
         3,

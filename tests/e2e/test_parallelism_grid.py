@@ -147,6 +147,9 @@ SLOW = {
         (4, "cp=2 pp=2 placement=v micro_batch=3"),
         (5, "pp=2 dp=2 chunks=2 sharding=zero2 micro_batch=1 backward=split"),
         (4, "pp=2 dp=2 placement=v sharding=zero3 recompute=full micro_batch=1"),
+        (2, "pp=2 chunks=2 micro_batch=2 offload=activations"),
+        (4, "tp=2 cp=2 micro_batch=3 offload=activations overlap=both"),
+        (4, "tp=2 pp=2 placement=v recompute=selective micro_batch=2 offload=activations bf16"),
     ],
     "qwen2_5_vl": [(3, "visual.pp=2 visual.micro_batch=1 language_model.dp=1")],
     "t5": [  # the sections share embeddings
@@ -256,7 +259,7 @@ def test_a_plan_trains_as_plain_pytorch(
     for section, key, value in ((*pin.split("=")[0].split("."), pin.split("=")[1]) for pin in _pins(pins)):
         if key in ("tp", "pp", "dp", "cp", "ep"):
             assert getattr(held[section].mesh, key) == int(value)
-        elif key in ("sharding", "recompute", "chunks", "placement", "overlap"):
+        elif key in ("sharding", "recompute", "chunks", "placement", "overlap", "offload"):
             assert str(getattr(held[section], key)) == value
     kinds = {style.kind for s in made.plan.sections for style in s.styles} & {"experts", "routed"}
     cut = name in EXPERTS and any(max(s.mesh.tp, s.mesh.ep) > 1 for s in made.plan.sections)
