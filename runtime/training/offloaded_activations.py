@@ -15,7 +15,7 @@ tensor leaves, or when the backward takes one that has stayed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -205,7 +205,9 @@ class ActivationOffload:
     `layers`: those of each section with `offload=activations`, in the user's `model`.
     """
 
-    def __init__(self, layers: dict[str, Sequence[nn.Module]], model: nn.Module, copies: HostCopies) -> None:
+    def __init__(
+        self, layers: Mapping[str, Sequence[nn.Module]], model: nn.Module, copies: HostCopies
+    ) -> None:
         self.copies = copies
         self._layers, self._model = layers, model
         self._active: SavedActivations | None = None

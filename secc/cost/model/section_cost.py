@@ -329,6 +329,7 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, outside_lay
         backward_ns=_max_measured_ns(case.backward_ns for case in cases) if has_backward else "0",
         master_bytes=FLOAT32_BYTES * trainable if "dtype" in graph.attributes else 0,
         logits_saved=largest(case.logits_saved for case in cases) if has_backward else "0",
+        streamed="0",
         outside_saved=largest(case.outside_saved for case in cases) if has_backward else "0",
         logits_moved=largest(case.logits_moved for case in cases),
         backward_transient=_max_over_patterns(
