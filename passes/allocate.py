@@ -9,6 +9,7 @@ group straddles nodes, then the most work.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -32,11 +33,12 @@ from secc.alloc.problem.candidates import (
     subgroup_costs,
 )
 from secc.alloc.problem.closed_form import PlanValue, evaluate_assignment
+from secc.alloc.problem.dealt_prices import may_deal
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import STRATEGIES, Assignment, Candidate, Problem, Solution
 from secc.alloc.problem.whole_batch import pin_whole_batches
 from secc.alloc.refine import prefetch_memory
-from secc.alloc.refine.dealt_sections import deal_where_shorter
+from secc.alloc.refine.dealt_sections import DealtPlan, choose_dealing
 from secc.alloc.refine.in_flight_limits import in_flight_limit, subgroup_limit
 from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
@@ -52,6 +54,10 @@ from secc.passes.annotate_costs import write_section_cost
 
 OBJECTIVES = ("time", "gpus")
 SAMPLES_PER_RANK = 8  # of the global batch, where none is given
+# Samples are priced as dealt if the longest takes more than this share of the mean sample's time. Candidates
+# that take more than so many times the best plan's work with all samples divided are not priced.
+UNEVEN_PERMILLE = 2000
+MOST_DEALT_RATIO = 1.5
 MULTI_RANK_MARGIN = (
     1 / 128
 )  # replicas of several ranks must be faster by more than this share, or fit where others do not
@@ -113,10 +119,45 @@ class Allocate(ModulePass):
             other = self.refine_solution(copying)
             if other.evaluation.fits and other.evaluation.time_ns < won.evaluation.time_ns:
                 solved, won = copying, other
+        dealt = self._choose_dealing(solved, won)
+        facts = _dealing_facts(dealt)
+        if (asked := self._price_as_dealt(solved)) is not None:
+            solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
+            if solution is not None:
+                priced = replace(solved, problem=asked, solution=solution)
+                other = self._choose_dealing(priced, self.refine_solution(priced))
+                steps = dealt.refined.evaluation.time_ns, other.refined.evaluation.time_ns
+                if other.refined.evaluation.fits and (
+                    steps[1] < steps[0] or not dealt.refined.evaluation.fits
+                ):
+                    solved, dealt, facts = priced, other, _dealing_facts(other)
+                facts |= {
+                    "step_s": {"priced as divided": steps[0] / 10**9, "priced as dealt": steps[1] / 10**9}
+                }
+        _write_allocation(graph, replace(solved, problem=dealt.problem), dealt.refined, facts)
+
+    def _choose_dealing(self, solved: SolvedAllocation, won: RefinedPlan) -> DealtPlan:
+        """The plan with the shortest way to deal samples to ranks of cp."""
         ranks = assign_ranks(solved.problem, won.assignment)
         evaluator = PlanEvaluator(solved.work, solved.problem, solved.run_ahead)
-        problem, won = deal_where_shorter(evaluator, won, ranks, solved.pins, MULTI_RANK_MARGIN)
-        _write_allocation(graph, replace(solved, problem=problem), won)
+        return choose_dealing(evaluator, won, ranks, solved.pins, MULTI_RANK_MARGIN)
+
+    def _price_as_dealt(self, solved: SolvedAllocation) -> Problem | None:
+        """The problem in which sections with cp deal their samples; None where that is not worth a second
+        allocation: nothing may be dealt, or no sample is much longer than others."""
+        work, problem = solved.work, solved.problem
+        dealing = [
+            name
+            for name, candidates in problem.sections.items()
+            if "cp_per" not in solved.pins.words.get(name, {})
+            and any(may_deal(c.shape) for c in candidates)
+            and next(iter(work.loads[name].spread.relative_times), 0) > UNEVEN_PERMILLE
+        ]
+        if not dealing or problem.deadline is not None or problem.pools:
+            return None
+        most = round(MOST_DEALT_RATIO * solved.solution.time_ns * solved.solution.ranks)
+        free = work.cluster.device.backend != "cpu"
+        return self._build_problem(work, solved.pins, solved.run_ahead, free, most)
 
     def solve_closed_form(self, graph: GraphOp) -> SolvedAllocation:
         """The best plan by closed forms. Raises UserError where nothing fits, and for options that are not
@@ -213,9 +254,11 @@ class Allocate(ModulePass):
         self._check_options(work, ranks, pins)
         return work, pins, prefetch_memory.parse_run_ahead(self.run_ahead, work, GIB)
 
-    def _build_problem(self, work: Workload, pins: Pins, size: int | None, free: bool) -> Problem:
+    def _build_problem(
+        self, work: Workload, pins: Pins, size: int | None, free: bool, most_dealt: int | None = None
+    ) -> Problem:
         deadline = round(self.step_time * 10**9) if self.objective == "gpus" else None
-        asked = build_problem(work, self._rank_count(work.cluster), self.strategy, pins, free)
+        asked = build_problem(work, self._rank_count(work.cluster), self.strategy, pins, free, most_dealt)
         return prefetch_memory.with_prefetch_buffers(replace(asked, deadline=deadline), work, size)
 
     def _rank_count(self, cluster: Cluster) -> int:
@@ -271,7 +314,18 @@ class Allocate(ModulePass):
             )
 
 
-def _write_allocation(graph: GraphOp, solved: SolvedAllocation, won: RefinedPlan) -> None:
+def _dealing_facts(dealt: DealtPlan) -> dict[str, Any]:
+    """The scheduled step in seconds under each way to deal samples to ranks of cp, by section."""
+    by_section = {
+        section: {way: ns / 10**9 for way, ns in by_way.items()} for section, by_way in dealt.step_ns.items()
+    }
+    return {"sections": by_section} if by_section else {}
+
+
+def _write_allocation(
+    graph: GraphOp, solved: SolvedAllocation, won: RefinedPlan, dealing: Mapping[str, Any] | None = None
+) -> None:
+    """`dealing`: what is known of ways to deal samples to ranks of cp, for the solver's record."""
     work, asked, pins, size = solved.work, solved.problem, solved.pins, solved.run_ahead
     solution = replace(solved.solution, assignment=won.assignment, time_ns=won.closed_form_ns)
     value = evaluate_assignment(asked, solution.assignment)
@@ -312,6 +366,7 @@ def _write_allocation(graph: GraphOp, solved: SolvedAllocation, won: RefinedPlan
         "gap": solution.gap,
         **_search_facts(won),
         **_objective_facts(asked, solution.ranks),
+        **({"dynamic_cp": dict(dealing)} if dealing else {}),
     }
     graph.attributes |= {
         "world_size": int_attr(value.ranks),
@@ -338,6 +393,7 @@ def _write_subgroup_costs(work: Workload, load: SectionLoad, chosen: Candidate, 
     subgroups = subgroup_costs(work, load, chosen)
     load.section.attributes |= {
         "cp_per": StringAttr(chosen.cp_per),
+        "cp_degrees": StringAttr(chosen.cp_degrees),
         "subgroup_ranks": int_list_attr(s.ranks for s in subgroups),
         "subgroup_forward_ns": strings_attr(s.cost.forward_ns for s in subgroups),
         "subgroup_backward_ns": strings_attr(s.cost.backward_ns for s in subgroups),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from secc.runtime.plan.batch_sizes import combine_sizes, pad_sample_sizes
 from secc.runtime.plan.expr_eval import SizeColumns, evaluate_expr_columns
@@ -17,12 +18,23 @@ from secc.runtime.plan.step_program import SampleMeta, owes_backward
 SampleParts = tuple[tuple[int, ...], ...]  # sample positions of each subgroup of the ranks of cp, ascending
 
 
+class PartCosts(NamedTuple):
+    """What a part of a micro-batch's samples takes in ns and keeps in bytes, and whether its ranks have memory
+    for it."""
+
+    forward_ns: int
+    backward_ns: int
+    saved_bytes: int
+    is_possible: bool
+
+
 @dataclass(frozen=True)
 class DealtCosts:
-    """A micro-batch dealt to equal subgroups of the ranks of cp: its parts, and ns and bytes of the largest
-    of them."""
+    """A micro-batch dealt to equal `subgroups` of the ranks of cp, each of `ranks` ranks: ns and bytes of the
+    largest part."""
 
-    parts: SampleParts
+    subgroups: int
+    ranks: int
     forward_ns: int
     backward_ns: int
     saved_bytes: int
@@ -31,6 +43,30 @@ class DealtCosts:
     def total_ns(self) -> int:
         """Forward and backward."""
         return self.forward_ns + self.backward_ns
+
+
+class _SubgroupPrices:
+    """What the ranks of one kind of subgroup take for single samples, columns by sample, and for the larger
+    parts that were priced so far. `order` has the place of each sample among all, the longest first."""
+
+    def __init__(self, forward: list[int], backward: list[int], saved: list[int], most_bytes: int) -> None:
+        self.forward, self.backward, self.saved = forward, backward, saved
+        self.is_possible = [size <= most_bytes for size in saved]
+        ns = list(map(int.__add__, forward, backward))
+        self.order = [0] * len(ns)
+        for place, p in enumerate(sorted(range(len(ns)), key=lambda p: (-ns[p], p))):
+            self.order[p] = place
+        self.parts: dict[tuple[int, ...], PartCosts] = {}
+
+    def deal_in_turns(self, samples: Sequence[int], subgroups: int) -> SampleParts:
+        """Deals samples to subgroups, those that take longest first, in turns forth and back."""
+        if len(samples) <= subgroups:
+            return (*((p,) for p in samples), *((),) * (subgroups - len(samples)))
+        parts: list[list[int]] = [[] for _ in range(subgroups)]
+        for turn, p in enumerate(sorted(samples, key=self.order.__getitem__)):
+            number, place = divmod(turn, subgroups)
+            parts[subgroups - 1 - place if number % 2 else place].append(p)
+        return tuple(tuple(sorted(part)) for part in parts)
 
 
 class PredictedCosts:
@@ -48,6 +84,7 @@ class PredictedCosts:
         self.sample_columns = {name: [s[name] for s in sizes] for name in names}
         # Values of each expression for all samples; the stages of a pipeline mostly share their expressions.
         self._evaluated: dict[str, list[int]] = {}
+        self._subgroup_prices: dict[tuple[str, int], _SubgroupPrices] = {}
 
     def sample_sizes(self, position: int) -> dict[str, int]:
         """Returns the symbol values of the sample at `position` as a micro-batch of its own."""
@@ -116,8 +153,10 @@ class PredictedCosts:
         A micro-batch of several samples is dealt, in turns and largest first, to subgroups of the ranks of cp
         if that takes less time or it has more samples than may be divided together, and if each part fits.
         """
-        dealt = self.price_dealt(section, micro_batches)
-        return [() if d is None else d.parts for d in dealt]
+        return [
+            () if d is None else self._prices_of(section, d.ranks).deal_in_turns(samples, d.subgroups)
+            for d, samples in zip(self.price_dealt(section, micro_batches), micro_batches, strict=True)
+        ]
 
     def computed_parts(self, section: Section, samples: Sequence[int]) -> Sequence[Sequence[int]]:
         """Returns the samples that are computed together: all of a micro-batch, or those of each part."""
@@ -138,47 +177,79 @@ class PredictedCosts:
                 best = found[i]
                 if dealt is not None and (best is None or dealt.total_ns < best.total_ns):
                     found[i] = dealt
-        divided = self.times_of_columns(section, self.micro_batch_columns(micro_batches), len(micro_batches))
-        return [
-            dealt
-            if dealt is not None and (dealt.total_ns < f + b or len(samples) > section.micro_batch)
-            else None
-            for dealt, samples, f, b in zip(found, micro_batches, *divided, strict=True)
+        may_divide = [
+            i
+            for i, samples in enumerate(micro_batches)
+            if found[i] is not None and len(samples) <= section.micro_batch
         ]
+        columns = self.micro_batch_columns([micro_batches[i] for i in may_divide])
+        divided = map(int.__add__, *self.times_of_columns(section, columns, len(may_divide)))
+        for i, ns in zip(may_divide, divided, strict=True):
+            dealt = found[i]
+            if dealt is not None and dealt.total_ns >= ns:
+                found[i] = None
+        return found
 
     def _price_in_subgroups(
         self, section: Section, subgroup: SubgroupCost, micro_batches: Sequence[Sequence[int]]
     ) -> list[DealtCosts | None]:
         """Returns the costs of each micro-batch of several samples, dealt to subgroups of one size, None
         where a part has too many samples or does not fit."""
-        own, count = replace(section, cost=subgroup.cost), section.mesh.cp // subgroup.ranks
-        ns = list(map(sum, zip(*self.sample_times(own), strict=True)))
+        count, prices = section.mesh.cp // subgroup.ranks, self._prices_of(section, subgroup.ranks)
         drafts = [
-            _deal_in_turns(samples, ns, count) if 1 < len(samples) <= section.micro_batch * count else ()
+            prices.deal_in_turns(samples, count)
+            if count < len(samples) <= section.micro_batch * count
+            else ()
             for samples in micro_batches
         ]
-        parts = [part for draft in drafts for part in draft if part]
-        columns = self.micro_batch_columns(parts)
-        saved = self.saved_bytes_of_columns(own, columns, len(parts))
-        fits = [size <= section.subgroup_bytes for size in saved]
-        if section.micro_batch_tokens:
-            tokens = self.token_counts(section, columns, len(parts))
-            fits = [
-                ok and (len(part) == 1 or n <= section.micro_batch_tokens)
-                for ok, part, n in zip(fits, parts, tokens, strict=True)
-            ]
-        if not any(fits):
-            return [None] * len(micro_batches)
-        forward, backward = self.times_of_columns(own, columns, len(parts))
-        found, start = list[DealtCosts | None](), 0
-        for draft in drafts:
-            of_draft = slice(start, start := start + sum(map(bool, draft)))
-            found.append(
-                DealtCosts(draft, max(forward[of_draft]), max(backward[of_draft]), max(saved[of_draft]))
-                if draft and all(fits[of_draft])
-                else None
-            )
+        self._price_parts(section, subgroup, {part for draft in drafts for part in draft if part})
+        found = list[DealtCosts | None]()
+        for samples, draft in zip(micro_batches, drafts, strict=True):
+            if draft:
+                parts = [prices.parts[part] for part in draft if part]
+            elif 1 < len(samples) <= count:
+                parts = None if all(map(prices.is_possible.__getitem__, samples)) else ()
+            else:
+                parts = ()
+            if parts is None:
+                columns = (prices.forward, prices.backward, prices.saved)
+                largest = tuple(max(map(column.__getitem__, samples)) for column in columns)
+            elif parts and all(part.is_possible for part in parts):
+                largest = tuple(map(max, zip(*(part[:3] for part in parts), strict=True)))
+            else:
+                found.append(None)
+                continue
+            found.append(DealtCosts(count, subgroup.ranks, *largest))
         return found
+
+    def _prices_of(self, section: Section, ranks: int) -> _SubgroupPrices:
+        """Returns the prices of subgroups of so many ranks."""
+        key = section.name, ranks
+        if key not in self._subgroup_prices:
+            subgroup = next(s for s in section.subgroups if s.ranks == ranks)
+            times = self.sample_times(replace(section, cost=subgroup.cost))
+            saved = self._evaluate_for_samples(subgroup.cost.saved or "0")
+            self._subgroup_prices[key] = _SubgroupPrices(*times, saved, section.subgroup_bytes)
+        return self._subgroup_prices[key]
+
+    def _price_parts(
+        self, section: Section, subgroup: SubgroupCost, parts: Iterable[tuple[int, ...]]
+    ) -> None:
+        """Prices parts that were not priced before."""
+        priced = self._prices_of(section, subgroup.ranks).parts
+        if not (new := [part for part in parts if part not in priced]):
+            return
+        own, columns = replace(section, cost=subgroup.cost), self.micro_batch_columns(new)
+        saved = self.saved_bytes_of_columns(own, columns, len(new))
+        possible = [size <= section.subgroup_bytes for size in saved]
+        if section.micro_batch_tokens:
+            tokens = self.token_counts(section, columns, len(new))
+            possible = [
+                fits and (len(part) == 1 or n <= section.micro_batch_tokens)
+                for fits, part, n in zip(possible, new, tokens, strict=True)
+            ]
+        times = self.times_of_columns(own, columns, len(new))
+        priced |= zip(new, map(PartCosts, *times, saved, possible), strict=True)
 
     def saved_bytes(self, section: Section, micro_batches: Sequence[Sequence[int]]) -> list[int]:
         """Returns the bytes that each micro-batch keeps from forward to backward; [] without a byte
@@ -240,17 +311,6 @@ class PredictedCosts:
         if text not in self._evaluated:
             self._evaluated[text] = evaluate_expr_columns(text, self.sample_columns, self.sample_count)
         return self._evaluated[text]
-
-
-def _deal_in_turns(samples: Sequence[int], ns: Sequence[int], subgroups: int) -> SampleParts:
-    """Deals samples to subgroups, those that take longest first, in turns forth and back."""
-    if len(samples) <= subgroups:
-        return (*((p,) for p in samples), *((),) * (subgroups - len(samples)))
-    parts: list[list[int]] = [[] for _ in range(subgroups)]
-    for turn, p in enumerate(sorted(samples, key=lambda p: (-ns[p], p))):
-        number, place = divmod(turn, subgroups)
-        parts[subgroups - 1 - place if number % 2 else place].append(p)
-    return tuple(tuple(sorted(part)) for part in parts)
 
 
 def _max_or_zero(values: Iterable[int]) -> int:

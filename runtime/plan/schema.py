@@ -250,6 +250,16 @@ class Section:
         return self.cp_per == "micro_batch" and self.mesh.cp > 1
 
     @property
+    def cp_degrees(self) -> str:
+        """Whether such samples go to subgroups of "any" size, or to single ranks only ("one_or_all")."""
+        sizes = [s.ranks for s in self.subgroups]
+        return (
+            "one_or_all"
+            if sizes == [1] and any(self.mesh.cp % n == 0 for n in range(2, self.mesh.cp))
+            else "any"
+        )
+
+    @property
     def most_samples(self) -> int:
         """The most samples of a micro-batch: `micro_batch`, or that many for each rank they are dealt to; any
         number for a section that takes all at once."""

@@ -312,16 +312,16 @@ def _dealt_run_times(
             times_by_length.append([INFEASIBLE_NS] * count)
             continue
         runs = [tuple(group[i : i + length]) for i in range(count)]
-        columns = costs.micro_batch_columns(runs)
-        forward, backward = costs.times_of_columns(section, columns, count)
-        large = [length > section.micro_batch] * count
-        if 1 < length <= section.micro_batch:
-            large = exceeds_limits(costs, stages, columns, count)
+        divided = [INFEASIBLE_NS] * count
+        if length <= section.micro_batch or length == 1:
+            columns = costs.micro_batch_columns(runs)
+            divided = list(map(int.__add__, *costs.times_of_columns(section, columns, count)))
+            if length > 1:
+                large = exceeds_limits(costs, stages, columns, count)
+                divided = [INFEASIBLE_NS if no else ns for ns, no in zip(divided, large, strict=True)]
         times = [
-            d.forward_ns + d.backward_ns if d is not None else INFEASIBLE_NS if is_large else f + b
-            for d, f, b, is_large in zip(
-                costs.price_dealt(section, runs), forward, backward, large, strict=True
-            )
+            ns if dealt is None else dealt.total_ns
+            for ns, dealt in zip(divided, costs.price_dealt(section, runs), strict=True)
         ]
         if min(times) == INFEASIBLE_NS and length >= section.mesh.cp:
             break

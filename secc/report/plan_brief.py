@@ -68,7 +68,6 @@ def checked_text(plan: Plan) -> str:
 def _section_cells(s: Section) -> tuple[str, str, str, str]:
     kinds = ("dp", "pp", "tp", "cp", "ep")
     degrees = " ".join(f"{kind} {n}" for kind in kinds if (n := getattr(s.mesh, kind)) > 1)
-    degrees += " per micro-batch" if s.may_deal else ""
     degrees += f" x {s.chunks} ({s.placement})" if s.chunks > 1 else ""
     degrees += " per micro-batch" if s.may_deal else ""
     return s.name, short_ranks_text(s.mesh.ranks), degrees or "one rank", _MODES.get(s.mode, s.mode)

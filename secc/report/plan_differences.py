@@ -132,6 +132,7 @@ SECTION_FIELDS: FieldReaders[Section] = {
     "sums behind products": lambda s: s.overlap,
     "attention over cp": lambda s: s.row_attention,
     "cp per": lambda s: s.cp_per,
+    "ranks of cp for a sample": lambda s: s.cp_degrees if s.may_deal else "",
     "ep": lambda s: str(s.mesh.ep),
     "micro-batch": micro_batch_text,
     "recompute": lambda s: s.recompute,

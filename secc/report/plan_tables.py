@@ -67,6 +67,8 @@ def plan_summary(plan: Plan) -> list[tuple[str, str]]:
         ("widths", _widths_text(plan)),
         ("hash", plan.hash[:16]),
     ]
+    if text := _dynamic_cp_text(plan):
+        facts.insert(-2, ("dynamic cp", text))
     if plan.run_ahead_gib:
         sections = find_prefetchable_sections(plan, SectionGraph(plan))
         names = ", ".join(dict.fromkeys(s.user_section_name for s in sections))
@@ -107,6 +109,26 @@ def _allocation_text(plan: Plan) -> str:
         f"{text} among closed forms, which give this plan {float(closed):.4g} s and leave out the order of"
         " micro-batches, waits between sections and how uneven samples are; the predicted step has them"
     )
+
+
+_CP_WAYS = {
+    "section": "all ranks of cp share each sample",
+    "one_or_all": "one or all of them",
+    "any": "any divisor of cp",
+}
+
+
+def _dynamic_cp_text(plan: Plan) -> str:
+    """The scheduled steps that say how samples are dealt to ranks of cp, "" where nothing was compared."""
+    compared: dict[str, Any] = plan.solver.get("dynamic_cp", {})
+    texts = [
+        f"{section}: {', '.join(f'{seconds:.4g} s where {_CP_WAYS[way]}' for way, seconds in ways.items())}"
+        for section, ways in compared.get("sections", {}).items()
+    ]
+    if steps := compared.get("step_s"):
+        priced = ", ".join(f"{seconds:.4g} s where samples are {how}" for how, seconds in steps.items())
+        texts.append(f"best plan {priced}")
+    return "; ".join(texts)
 
 
 def _widths_text(plan: Plan) -> str:

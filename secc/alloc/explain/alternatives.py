@@ -29,6 +29,7 @@ from secc.alloc.problem.candidates import (
     require_rank_load,
 )
 from secc.alloc.problem.closed_form import evaluate_assignment, groups_that_run_ahead
+from secc.alloc.problem.dealt_prices import DealtPrices, may_deal
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Assignment, Candidate, Problem, ReplicaShape, Solution
 from secc.alloc.refine import prefetch_memory
@@ -56,6 +57,12 @@ def explain_choices(
     """
     assignment = solution.assignment
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
+    # Parts of time are known for samples that all ranks of cp share.
+    divided = {
+        s: DealtPrices(own, own.loads[s]).divide(c) if c.cp_per == "micro_batch" else c
+        for s, c in chosen.items()
+        for own in [work.for_kind(c.kind)]
+    }
     value, ahead = evaluate_assignment(asked, assignment), groups_that_run_ahead(chosen, assignment.group)
     return {
         name: {
@@ -64,7 +71,7 @@ def explain_choices(
             ),
             "time_s": {
                 what: ns / 10**9
-                for what, ns in break_down_time(own, own.loads[name], chosen[name], group in ahead).items()
+                for what, ns in break_down_time(own, own.loads[name], divided[name], group in ahead).items()
             },
             "memory": _memory_report(
                 own,
@@ -132,6 +139,9 @@ def _price_alternatives(
         *_candidates_of_same_kind(own, min(asked.ranks, own.cluster.ranks), chosen[name], load, pins),
         *_on_other_kinds(work, chosen[name], name),
     ]
+    if chosen[name].cp_per == "micro_batch":
+        prices, degrees = DealtPrices(own, load), chosen[name].cp_degrees
+        others = [(what, prices.deal(c, degrees) if may_deal(c.shape) else c) for what, c in others]
     alternatives = [
         (what, c)
         for what, other in others

@@ -22,7 +22,7 @@ from secc.ir.dialect.ops import GraphOp, SectionOp
 # Assumed where nothing is known of how a plan was found.
 DEFAULT_SOLVER_STATUS = {"status": "FEASIBLE", "gap": "1.0", "tried": "1"}
 NUMBER_KEYS = ("dp", "tp", "pp", "chunks", "cp", "ep", "micro_batch")
-WORD_KEYS = ("sharding", "recompute", "backward", "cp_per", "offload", "placement", "norms")
+WORD_KEYS = ("sharding", "recompute", "backward", "cp_per", "cp_degrees", "offload", "placement", "norms")
 UNWRITTEN_DEGREES = ("cp", "ep", "chunks")  # 1 where a section has no such attribute
 UNWRITTEN_WORDS = {"norms": "whole"}  # where a section has no such attribute
 

@@ -22,6 +22,7 @@ from secc.alloc.problem.candidates import (
     require_offload,
     require_rank_load,
 )
+from secc.alloc.problem.dealt_prices import DealtPrices, may_deal
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.row_parts import row_part_choices
 from secc.alloc.problem.sequence_norms import list_norms
@@ -42,17 +43,22 @@ MAX_EXPERT_PARTS = 64  # the largest ep that is considered without a pin
 PARALLEL_PRICING_RANKS = 64
 
 
-def build_problem(work: Workload, ranks: int, strategy: str, pins: Pins, free: bool = True) -> Problem:
+def build_problem(
+    work: Workload, ranks: int, strategy: str, pins: Pins, free: bool = True, most_dealt: int | None = None
+) -> Problem:
     """Builds the solver's problem for `ranks` devices.
 
-    With `free=False` only pinned sections have replicas of several ranks. Raises UserError for pins that
-    leave a section without a candidate.
+    With `free=False` only pinned sections have replicas of several ranks. Given `most_dealt`, sections with
+    cp deal their micro-batches if that is not pinned, in candidates with at most so many ns of work of all
+    ranks if they did not. Raises UserError for pins that leave a section without a candidate.
     """
     if work.by_kind and strategy in {"auto", "apart"} and ranks == work.cluster.ranks:
         return _build_mixed_problem(work, strategy, pins, free)
     capacity, by_micro_batch = work.cluster.device.usable_memory, strategy == "uniform"
     sections: dict[str, tuple[Candidate, ...]] = {}
-    for name, fitting in _fitting_candidates(work, work.loads, ranks, pins, free, by_micro_batch).items():
+    for name, fitting in _fitting_candidates(
+        work, work.loads, ranks, pins, free, by_micro_batch, most_dealt=most_dealt
+    ).items():
         on_all_kinds = (replace(c, kind=ALL_KINDS) for c in fitting) if work.by_kind else fitting
         sections[name] = candidate_pruning.prune_dominated(on_all_kinds, capacity, by_micro_batch)
     return Problem(
@@ -145,13 +151,16 @@ def _fitting_candidates(
     free: bool,
     by_micro_batch: bool = False,
     whole: bool = False,
+    most_dealt: int | None = None,
 ) -> dict[str, list[Candidate]]:
     """Undominated candidates of sections on up to `ranks` devices, or with `whole` on exactly that many.
+    most_dealt: see `build_problem`.
 
     Candidates that fit no device are included only for sections without a fitting one.
     """
     capacity = work.cluster.device.usable_memory
     shapes = {name: parallel_shapes(work, load, pins, ranks, free) for name, load in loads.items()}
+    prices = {name: DealtPrices(work, load) for name, load in loads.items()}
 
     def price_shapes(names: Sequence[str], most: int | None) -> dict[str, list[Candidate]]:
         def of_shape(item: tuple[str, ReplicaShape]) -> tuple[Candidate, ...]:
@@ -159,7 +168,14 @@ def _fitting_candidates(
             of_this_shape = _candidates_of_shape(
                 work, loads[name], ranks, pins, shape, min(s.ranks for s in shapes[name]), whole, most
             )
-            return candidate_pruning.prune_dominated(of_this_shape, capacity, by_micro_batch)
+            found = candidate_pruning.prune_dominated(of_this_shape, capacity, by_micro_batch)
+            if not may_deal(shape) or not _deals(pins, name, most_dealt):
+                return found
+            most_work = None if pins.deals_micro_batches(name) else most_dealt
+            degrees = pins.words.get(name, {}).get("cp_degrees", "any")
+            return tuple(
+                prices[name].deal(c, degrees) for c in found if most_work is None or c.least_work <= most_work
+            )
 
         items = [(name, shape) for name in names for shape in shapes[name]]
         by_shape = (
@@ -177,6 +193,12 @@ def _fitting_candidates(
         name for name, candidates in fitting.items() if not any(c.memory <= capacity for c in candidates)
     ]
     return fitting | (price_shapes(unfitting, None) if unfitting else {})
+
+
+def _deals(pins: Pins, section: str, most_dealt: int | None) -> bool:
+    """Whether candidates of a section with cp deal their micro-batches."""
+    is_pinned = "cp_per" in pins.words.get(section, {})
+    return pins.deals_micro_batches(section) if is_pinned else most_dealt is not None
 
 
 def _candidates_of_shape(
@@ -225,7 +247,6 @@ def _candidates_of_parts(
     capacity: int | None,
 ) -> Iterator[Candidate]:
     """Yields the candidates of one shape."""
-    cp_per = "micro_batch" if pins.deals_micro_batches(load.name) else "section"
     modes, size_of_replica = list_sharding_and_recompute(work, load, pins), shape.ranks
     offloads = {way: list_offloads(work, load, shape, way, pins) for way, _ in modes}
     if not any(offloads.values()):
@@ -275,8 +296,8 @@ def _candidates_of_parts(
                     price_fitting_candidates(work, rank, dp, size, *mode, capacity) for rank in by_norms
                 )
                 found = next(filter(None, priced), [])
-                if limits or cp_per != "section":
-                    found = [replace(c, cp_per=cp_per, **limits) for c in found]
+                if limits:
+                    found = [replace(c, **limits) for c in found]
                 yield from found
 
 
@@ -326,7 +347,7 @@ def parallel_shapes(
         if not shapes:
             raise _refuse_head_exchange(load)
     if pins.deals_micro_batches(load.name):
-        shapes = [s for s in shapes if s.cp > 1 and s.pp == 1]
+        shapes = [s for s in shapes if may_deal(s)]
         if not shapes:
             raise UserError(
                 f"{load.name}.cp_per=micro_batch is impossible: micro-batches are dealt to ranks of cp, which"

@@ -1052,13 +1052,13 @@ def _micro_batch_times(
 
 
 def subgroup_costs(work: Workload, load: SectionLoad, c: Candidate) -> tuple[SubgroupCost, ...]:
-    """The costs of samples that some ranks of cp compute without the others, for each number of ranks by
-    which the ranks of cp can be divided. `load` is the section's. What a rank keeps includes what it needs
+    """The costs of samples that some ranks of cp compute without the others, for each size of
+    subgroups that candidate `c` may have. `load` is the section's. What a rank keeps includes what it needs
     temporarily, and the tensors of edges of all samples that its replica computes meanwhile."""
     all_ranks = work.rank_load(load, c.shape)
     span = _replica_span(work, all_ranks, c.dp)
     found: list[SubgroupCost] = []
-    for ranks in (n for n in range(1, c.cp) if c.cp % n == 0):
+    for ranks in c.subgroup_sizes:
         own = work.rank_load(load, c.shape._replace(cp=ranks), all_ranks.row_attention)
         times = micro_batch_time_expressions(work, own, c.dp, c.sharding, c.recompute, span)
         edges = [f"{1 + c.cp // ranks}*({text})" for text in _edge_size_expressions(work, load)]

@@ -18,6 +18,7 @@ PIN_WORDS = {
     "norms": ("whole", "sequence"),
     "attention": ("gather", "ulysses"),
     "cp_per": ("section", "micro_batch"),
+    "cp_degrees": ("any", "one_or_all"),
     "offload": ("none", "optimizer", "weights", "activations"),
     "placement": PLACEMENTS,
     "overlap": OVERLAPS,

@@ -61,8 +61,9 @@ class Candidate:
       micro_batch_tokens: the most tokens of a micro-batch of several samples, 0 for any number; `micro_batch`
           are then the mean samples that they hold, and `sample_limit` is the most samples.
       cp_per: "section" divides every sample over the ranks of cp; "micro_batch" decides for each micro-batch
-          whether its ranks divide each sample or compute some samples whole. `time_ns` counts all samples as
-          divided.
+          whether its ranks divide each sample or subgroups of them compute samples side by side. `time_ns`
+          is then that of samples in the cheapest subgroup that has memory for them.
+      cp_degrees: the sizes of such subgroups: "any" divisor of cp, or one rank ("one_or_all").
       backward_parts: 2 where stages compute gradients of parameters apart, in idle time, else 1.
       offload: what lives in host memory: "none", "optimizer" states, frozen "weights" or "activations".
       host_memory: bytes of host memory for a rank.
@@ -91,6 +92,7 @@ class Candidate:
     excluded: bool = False
     cp: int = 1
     cp_per: str = "section"
+    cp_degrees: str = "any"
     backward_parts: int = 1
     micro_batch_tokens: int = 0
     sample_limit: int = 0
@@ -116,6 +118,15 @@ class Candidate:
     def stage_ranks(self) -> int:
         """Number of ranks of one stage of a replica."""
         return self.tp * self.cp
+
+    @property
+    def subgroup_sizes(self) -> tuple[int, ...]:
+        """How many ranks of cp may compute samples without the others, ascending; () if all share each
+        sample."""
+        if self.cp_per == "section":
+            return ()
+        most = self.cp if self.cp_degrees == "any" else min(self.cp, 2)
+        return tuple(n for n in range(1, most) if self.cp % n == 0)
 
     @property
     def shape(self) -> ReplicaShape:

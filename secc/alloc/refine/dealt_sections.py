@@ -1,40 +1,89 @@
-"""Lets sections deal micro-batches to their ranks of cp where the scheduled step is shorter.
+"""Chooses, for each section with cp, whether its micro-batches are dealt to subgroups of its ranks of cp
+(`secc.runtime.plan.dealt_samples`), and to which, by the scheduled step.
 
-The solver prices all samples as divided over the ranks of cp, as closed forms do not list samples. Here the
-plan that it and the local search have found is scheduled once more for each of its sections with cp, with
-micro-batches that may be dealt (`secc.runtime.plan.dealt_samples`).
+A plan is scheduled once more for each of its sections with cp and each way that is left: all ranks share each
+sample, samples go to any divisor of them, or to one rank. `allocate` does so with two plans: one that was
+found with all samples priced as divided, and one with samples priced as dealt (`alloc.problem.dealt_prices`),
+which may have a larger cp or other ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
+from secc.alloc.problem.candidates import Workload
+from secc.alloc.problem.closed_form import evaluate_assignment
+from secc.alloc.problem.dealt_prices import DealtPrices, may_deal
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Candidate, Problem
 from secc.alloc.refine.local_search import RefinedPlan
 from secc.alloc.refine.schedule_evaluation import GroupRanks, PlanEvaluator
 
+ONE_FOR_ALL, ONE_OR_ALL, ANY = "section", "one_or_all", "any"
 
-def deal_where_shorter(
+
+@dataclass(frozen=True)
+class DealtPlan:
+    """A plan after the choice, with its problem. `step_ns`: by section, the scheduled step under each way
+    that was tried and fits, all other choices kept: "section", "one_or_all" or "any" divisor."""
+
+    problem: Problem
+    refined: RefinedPlan
+    step_ns: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
+
+
+def choose_dealing(
     evaluator: PlanEvaluator, won: RefinedPlan, ranks: GroupRanks, pins: Pins, margin: float
-) -> tuple[Problem, RefinedPlan]:
-    """Returns the problem and the plan, with candidates that deal their micro-batches where that makes the
-    scheduled step shorter by more than the share `margin` and fits. What is pinned stays as it is."""
+) -> DealtPlan:
+    """Returns the plan in which each section with cp deals its micro-batches in the way that makes the
+    scheduled step shortest. Dealing has to be shorter by more than the share `margin`. What is pinned stays
+    as it is."""
+    step_ns: dict[str, dict[str, int]] = {}
     for section, index in won.assignment.choice.items():
-        problem = evaluator.problem
-        c = problem.sections[section][index]
-        if "cp_per" in pins.words.get(section, {}) or not _may_deal(c):
+        problem, c = evaluator.problem, evaluator.problem.sections[section][index]
+        now, found = _way_of(c), {_way_of(c): (won, evaluator)}
+        for way in _ways_left(c, pins.words.get(section, {})):
+            candidates = list(problem.sections[section])
+            candidates[index] = _with_way(evaluator.work, section, c, way)
+            tried = PlanEvaluator(
+                evaluator.work,
+                replace(problem, sections={**problem.sections, section: tuple(candidates)}),
+                evaluator.run_ahead,
+            )
+            evaluation = tried.evaluate(won.assignment, ranks)
+            if evaluation.fits:
+                found[way] = replace(won, evaluation=evaluation), tried
+        if len(found) == 1:
             continue
-        candidates = list(problem.sections[section])
-        candidates[index] = replace(c, cp_per="micro_batch")
-        dealing = replace(problem, sections={**problem.sections, section: tuple(candidates)})
-        tried = PlanEvaluator(evaluator.work, dealing, evaluator.run_ahead)
-        found = tried.evaluate(won.assignment, ranks)
-        if found.fits and found.time_ns < (1 - margin) * won.evaluation.time_ns:
-            evaluator = tried
-            won = replace(won, evaluation=found, evaluated_plans=won.evaluated_plans + 1)
-    return evaluator.problem, won
+        step_ns[section] = {way: plan.evaluation.time_ns for way, (plan, _) in found.items()}
+        weighed = {ONE_FOR_ALL: 1 - margin}
+        best = min(found, key=lambda way: (step_ns[section][way] * weighed.get(way, 1), way != now))
+        (won, evaluator), tries = found[best], won.evaluated_plans + len(found) - 1
+        closed_form_ns = evaluate_assignment(evaluator.problem, won.assignment).time_ns
+        won = replace(won, closed_form_ns=closed_form_ns, evaluated_plans=tries)
+    return DealtPlan(evaluator.problem, won, step_ns)
 
 
-def _may_deal(c: Candidate) -> bool:
-    return c.cp > 1 and c.pp == 1 and c.ep == 1 and c.cp_per == "section"
+def _way_of(c: Candidate) -> str:
+    return c.cp_per if c.cp_per == ONE_FOR_ALL else c.cp_degrees
+
+
+def _with_way(work: Workload, section: str, c: Candidate, way: str) -> Candidate:
+    own = work.for_kind(c.kind)
+    prices = DealtPrices(own, own.loads[section])
+    divided = prices.divide(c)
+    return divided if way == ONE_FOR_ALL else prices.deal(divided, way)
+
+
+def _ways_left(c: Candidate, pinned: Mapping[str, str]) -> list[str]:
+    """The ways that are not that of the candidate, and that pins leave."""
+    if not may_deal(c.shape):
+        return []
+    has_middle = any(c.cp % n == 0 for n in range(2, c.cp))
+    ways = [ONE_FOR_ALL, ANY, *([ONE_OR_ALL] if has_middle else [])]
+    if "cp_per" in pinned:
+        ways = [way for way in ways if (way == ONE_FOR_ALL) == (pinned["cp_per"] == ONE_FOR_ALL)]
+    if "cp_degrees" in pinned:
+        ways = [way for way in ways if way in (ONE_FOR_ALL, pinned["cp_degrees"])]
+    return [way for way in ways if way != _way_of(c)]

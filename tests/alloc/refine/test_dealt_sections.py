@@ -3,18 +3,27 @@ and never where it is pinned otherwise or impossible."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from xdsl.context import Context
 from xdsl.dialects.builtin import StringAttr
 
 from secc.alloc.problem.build_problem import build_problem
+from secc.alloc.problem.dealt_prices import DealtPrices
 from secc.alloc.problem.pins import parse_pins
 from secc.alloc.problem.types import Candidate
-from secc.alloc.refine.dealt_sections import deal_where_shorter
+from secc.alloc.refine.dealt_sections import choose_dealing
 from secc.alloc.refine.local_search import RefinedPlan
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation
 from secc.errors import UserError
-from tests.alloc.problem.test_row_parts import LONG, build_long_workload
+from secc.ir.analysis.dataflow import get_number, get_string
+from secc.ir.analysis.sample_sizes import SAMPLES_ATTRIBUTE, samples_attr
+from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io.module_text import parse_module
+from secc.passes.allocate import Allocate
+from tests.alloc.problem.test_row_parts import GRAPH, LONG, build_long_workload
 
 
 def choose_cp_per(lengths: list[int], *pins: str) -> tuple[Candidate, int, int]:
@@ -29,9 +38,9 @@ def choose_cp_per(lengths: list[int], *pins: str) -> tuple[Candidate, int, int]:
     first = RefinedPlan(
         solution.assignment, evaluator.evaluate(solution.assignment, ranks), solution.time_ns, 1
     )
-    dealt, won = deal_where_shorter(evaluator, first, ranks, parsed, 1 / 128)
-    chosen = dealt.sections["lm"][won.assignment.choice["lm"]]
-    return chosen, first.evaluation.time_ns, won.evaluation.time_ns
+    dealt = choose_dealing(evaluator, first, ranks, parsed, 1 / 128)
+    chosen = dealt.problem.sections["lm"][dealt.refined.assignment.choice["lm"]]
+    return chosen, first.evaluation.time_ns, dealt.refined.evaluation.time_ns
 
 
 def test_short_samples_are_dealt_where_the_step_is_shorter() -> None:
@@ -43,6 +52,44 @@ def test_short_samples_are_dealt_where_the_step_is_shorter() -> None:
 def test_equal_long_samples_and_pinned_sections_are_divided() -> None:
     assert choose_cp_per([131_072] * 16, "cp=8")[0].cp_per == "section"
     assert choose_cp_per(LONG, "cp=8", "cp_per=section")[0].cp_per == "section"
+
+
+def test_degrees_are_limited_by_a_pin() -> None:
+    chosen, _, one_or_all_ns = choose_cp_per(LONG, "cp=8", "cp_degrees=one_or_all")
+    assert chosen.subgroup_sizes == (1,)
+    chosen, _, any_ns = choose_cp_per(LONG, "cp=8")
+    assert chosen.subgroup_sizes == (1, 2, 4) and any_ns <= one_or_all_ns
+
+
+def test_dealt_samples_cost_at_most_what_divided_ones_do() -> None:
+    """And what they cost with the longest sample's share where no subgroup has memory for any."""
+    work = build_long_workload(LONG)
+    divided = build_problem(work, 8, "auto", parse_pins(["lm.cp=8"], ["lm"])).sections["lm"]
+    prices = DealtPrices(work, work.loads["lm"])
+    dealt = [prices.deal(c) for c in divided]
+    assert all(prices.divide(d) == c for d, c in zip(dealt, divided, strict=True))
+    assert all(d.time_ns <= c.time_ns for d, c in zip(dealt, divided, strict=True))
+    assert min(d.time_ns for d in dealt) < min(c.time_ns for c in divided)
+    equal = build_long_workload([131_072] * 16)
+    for c in build_problem(equal, 8, "auto", parse_pins(["lm.cp=8"], ["lm"])).sections["lm"]:
+        assert DealtPrices(equal, equal.loads["lm"]).deal(c).time_ns == c.time_ns
+
+
+def test_ranks_are_divided_by_what_dealt_samples_cost() -> None:
+    """The plan has a larger cp and fewer replicas than the best one for divided samples, and is shorter."""
+    lengths = [4096] * 28 + [16_384] * 3 + [131_072]
+    module = parse_module(GRAPH.format(mean=sum(lengths) // len(lengths)))
+    graph = graph_of(module)
+    listed = [(frozenset[str](), {"B": 1, "S": n}) for n in lengths]
+    graph.attributes[SAMPLES_ATTRIBUTE] = samples_attr(["B", "S"], listed)
+    graph.widths = StringAttr("own")
+    Allocate(cluster="2x8xH100", global_batch=32).apply(Context(), module)
+    (section,) = graph.sections
+    assert get_string(section, "cp_per") == "micro_batch" and get_number(section, "cp") == 8
+    solver = json.loads(get_string(graph, "solver") or "")
+    steps = solver["dynamic_cp"]["step_s"]
+    assert solver["simulated_s"] == steps["priced as dealt"] < steps["priced as divided"]
+    assert solver["simulated_s"] == min(solver["dynamic_cp"]["sections"]["lm"].values())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""Prices sections that deal their micro-batches to subgroups of the ranks of cp (dynamic cp).
+
+A sample that a subgroup can compute takes its ranks alone, and the others compute other samples meanwhile. So
+its share of a replica's time is that of the subgroup, times the part of the ranks that the subgroup has. Of
+the subgroups that have memory for it, and of all ranks together, the cheapest counts. Parts that wait for the
+longest one are left out, as order and waits are of other closed forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from secc.alloc.problem.candidates import (
+    SectionLoad,
+    Workload,
+    busiest_replica_ns,
+    candidate_memory,
+    in_flight_alternating,
+    micro_batch_time_expressions,
+    price_candidate,
+    subgroup_costs,
+)
+from secc.alloc.problem.types import Candidate, ReplicaShape
+from secc.runtime.plan.expr_eval import evaluate_expr_columns
+
+LISTED_SAMPLES = 96  # of each pattern, evenly spaced by their time
+
+Columns = Mapping[str, Sequence[int]]
+
+
+def may_deal(shape: ReplicaShape) -> bool:
+    """Whether replicas of this shape may deal their micro-batches."""
+    return shape.cp > 1 and shape.pp == 1 and shape.ep == 1
+
+
+@dataclass
+class DealtPrices:
+    """Prices a section's candidates as dealing ones. `load` is that of the whole section."""
+
+    work: Workload
+    load: SectionLoad
+    _evaluated: dict[tuple[str, int], list[int]] = field(default_factory=dict[tuple[str, int], list[int]])
+
+    def __post_init__(self) -> None:
+        rows = {name for name, op in self.work.graph.symbols.items() if op.kind.data == "rows"}
+        self._rows = rows
+        self._columns = [
+            _spaced_samples(columns, self.load.forward_ns)
+            for p in self.load.active_patterns
+            if (columns := self.work.listed_sizes.get(p.when))
+        ]
+
+    def divide(self, c: Candidate) -> Candidate:
+        """Returns the candidate as one that divides every sample, with the time that this takes."""
+        rank = self.work.rank_load(self.load, c.shape)
+        priced = price_candidate(self.work, rank, c.dp, c.micro_batch, c.sharding, c.recompute)
+        return replace(c, cp_per="section", cp_degrees="any", time_ns=priced.time_ns)
+
+    def deal(self, c: Candidate, degrees: str = "any") -> Candidate:
+        """Returns a candidate that divides every sample as one that deals its micro-batches, to subgroups as
+        `degrees` says, with the time that this takes."""
+        dealing = replace(c, cp_per="micro_batch", cp_degrees=degrees)
+        if not self._columns:
+            return dealing
+        rank = self.work.rank_load(self.load, c.shape)
+        times = micro_batch_time_expressions(self.work, rank, c.dp, c.sharding, c.recompute)
+        divided, longest = self._sample_ns(times, c.micro_batch), max(self._sample_ns(times, 1))
+        room = self._room_bytes(c, rank)
+        dealt = list(divided)
+        for subgroup in subgroup_costs(self.work, self.load, dealing):
+            own = self._sample_ns((subgroup.cost.forward_ns, subgroup.cost.backward_ns), c.micro_batch)
+            needed = self._evaluate(subgroup.cost.saved or "0", 1)
+            dealt = [
+                min(ns, subgroup.ranks * of_subgroup // c.cp) if size <= room else ns
+                for ns, of_subgroup, size in zip(dealt, own, needed, strict=True)
+            ]
+        total, *_ = busiest_replica_ns(self.work, rank, c.dp, c.micro_batch, c.sharding, c.recompute)
+        least = max(total * sum(dealt) // max(1, sum(divided)), min(total, longest))
+        return replace(dealing, time_ns=c.time_ns - total + least)
+
+    def _room_bytes(self, c: Candidate, rank: SectionLoad) -> int:
+        """Bytes that a rank has for samples that its subgroup computes, if no other section is on it."""
+        memory = candidate_memory(self.work, rank, c)
+        held = 1 if self.load.mode == "forward" else in_flight_alternating(self.work, rank, c.micro_batches)
+        usable = self.work.cluster.device.usable_memory
+        return (usable - memory.total_bytes(held) + memory.activation_bytes(held)) // (
+            held if c.pp > 1 else 1
+        )
+
+    def _sample_ns(self, times: tuple[str, str], together: int) -> list[int]:
+        """Forward plus backward ns of each listed sample as its share of `together` equal ones."""
+        return [
+            (f + b) // together for f, b in zip(*(self._evaluate(t, together) for t in times), strict=True)
+        ]
+
+    def _evaluate(self, text: str, together: int) -> list[int]:
+        if (text, together) not in self._evaluated:
+            self._evaluated[text, together] = [
+                value
+                for columns in self._columns
+                for value in evaluate_expr_columns(
+                    text,
+                    {n: [together * x for x in c] if n in self._rows else c for n, c in columns.items()},
+                    len(next(iter(columns.values()))),
+                )
+            ]
+        return self._evaluated[text, together]
+
+
+def _spaced_samples(columns: Columns, time_ns: str) -> Columns:
+    """Returns the columns of at most `LISTED_SAMPLES` samples, the longest among them."""
+    count = len(next(iter(columns.values())))
+    ns = evaluate_expr_columns(time_ns, columns, count)
+    by_time = sorted(range(count), key=lambda i: (-ns[i], i))
+    most = min(count, LISTED_SAMPLES)
+    taken = [by_time[i * count // most] for i in range(most)]
+    return {name: [column[i] for i in taken] for name, column in columns.items()}
