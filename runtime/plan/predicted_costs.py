@@ -19,8 +19,8 @@ SampleParts = tuple[tuple[int, ...], ...]  # sample positions of each subgroup o
 
 
 class PartCosts(NamedTuple):
-    """What a part of a micro-batch's samples takes in ns and keeps in bytes, and whether its ranks have memory
-    for it."""
+    """What a part of a micro-batch's samples takes in ns and keeps in bytes, and whether its ranks have
+    memory for it."""
 
     forward_ns: int
     backward_ns: int
