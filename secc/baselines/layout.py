@@ -234,7 +234,7 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
             r for k, r in enumerate(layout_of_section.ranks) if k // c.stage_ranks % c.pp == i
         )
         forward, backward = (
-            rank.stages.time_of_stage(text, is_last=i == c.pp - 1) for text in rank.pass_ns(c.recompute)
+            rank.stages.time_of_stage(text, i) for text in rank.pass_ns(c.recompute)
         )
         stage_fields = (
             {"name": f"{section.name}.{i}", "pipeline": section.name, "stage": i} if c.pp > 1 else {}

@@ -95,7 +95,7 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate, ahead: bool
     ns_by_part[EXCHANGE_PART] = _evaluate_over_step(
         work, rank, c, exchange, again if load.mode != "forward" else "0"
     )
-    whole_rows = cost_with_expert_parts(load.cost, c.tp, c.ep, load.stage_shares(c.pp, c.chunks))
+    whole_rows = cost_with_expert_parts(load.cost, c.tp, c.ep, rank.stages)
     rows = cp_scaling.price_row_exchange(whole_rows, c.tp, c.cp, work.cluster, rank.row_attention)
     ns_by_part[ROWS_PART] = _evaluate_over_step(
         work, rank, c, rows.forward_ns, rows.backward_ns(c.recompute) if load.mode != "forward" else "0"

@@ -83,10 +83,10 @@ class SectionLoad:
 
     `backward_ns` maps each recompute mode to an expression. `shape` says how many ranks share a replica: cost
     and times are those of one of these ranks (by default the whole section). `spread` describes how the times
-    of its samples differ. `outside_share` is the fraction of the section's time that passes outside of its
-    layers, `stages` what its stages have, `row_attention` how ranks of cp attend to each other's rows, and
-    `overlap` which sums over tp travel behind products. `mean_sizes` are those of a mean sample of the most
-    frequent pattern.
+    of its samples differ. `end_shares` are the fractions of the section's time that pass before and behind
+    its layers, `stages` is what its stages have, `row_attention` how ranks of cp attend to each other's rows,
+    and `overlap` which sums over tp travel behind products. `mean_sizes` are those of a mean sample of the
+    most frequent pattern.
     The `cached_*` fields memoise results of this module's functions.
     """
 
@@ -99,7 +99,7 @@ class SectionLoad:
     active_patterns: tuple[InputPattern, ...]
     spread: SizeSpread = field(default_factory=SizeSpread)
     shape: ReplicaShape = WHOLE
-    outside_share: Fraction = Fraction(0)
+    end_shares: tuple[Fraction, Fraction] = (Fraction(0), Fraction(0))
     stages: StageShares = WHOLE_SECTION
     row_attention: str = "gather"
     overlap: str = "none"
@@ -131,9 +131,9 @@ class SectionLoad:
         """Share of samples for which the section is active."""
         return sum((p.share for p in self.active_patterns), Fraction(0))
 
-    def stage_shares(self, pp: int, chunks: int = 1) -> StageShares:
-        """What the stages have, `chunks` on each of `pp` ranks; `self` is the load of the whole section."""
-        return stage_shares(self.cost.layers, pp, self.outside_share, chunks)
+    def stage_shares(self, shape: ReplicaShape) -> StageShares:
+        """What the stages of a replica of this shape have; `self` is the load of the whole section."""
+        return stage_shares(self.cost.layers, shape.pp, self.end_shares, shape.chunks, shape.placement)
 
     def pass_ns(self, recompute: str) -> tuple[str, str]:
         """Expressions of a forward and a backward in ns, without what replicas exchange in them."""
@@ -335,32 +335,32 @@ def _build_section_load(
     return replace(
         load,
         spread=measure_spread(graph, active, f"{load.forward_ns} + {load.backward_ns['none']}"),
-        outside_share=_share_outside_layers(graph, load, cluster),
+        end_shares=_shares_outside_layers(graph, load, cluster),
     )
 
 
-def _share_outside_layers(graph: GraphOp, load: SectionLoad, cluster: Cluster) -> Fraction:
-    """The fraction of a section's time, in hundredths, that mean samples spend outside of its layers."""
+def _shares_outside_layers(graph: GraphOp, load: SectionLoad, cluster: Cluster) -> tuple[Fraction, Fraction]:
+    """The fractions of a section's time, in thousandths, that mean samples spend before and behind its
+    layers."""
     if load.cost.layers < 2:
-        return Fraction(0)
-    cost = section_cost(graph, load.section, outside_layers=True)
+        return Fraction(0), Fraction(0)
     device = replace(cluster.device, overheads=Overheads())
 
-    def mean_ns(text: str) -> Fraction:
+    def mean_ns(cost: SectionCost) -> Fraction:
+        forward = roofline.forward_ns_expression(cost, device)
+        backward = roofline.backward_ns_expression(cost, load.mode, device)
         return sum(
             (
-                p.share * evaluate_expr(text, micro_batch_sizes(graph, p.sizes, 1))
+                p.share * evaluate_expr(f"{forward} + {backward}", micro_batch_sizes(graph, p.sizes, 1))
                 for p in load.active_patterns
             ),
             Fraction(0),
         )
 
-    outside, whole = (
-        mean_ns(roofline.forward_ns_expression(c, device))
-        + mean_ns(roofline.backward_ns_expression(c, load.mode, device))
-        for c in (cost, load.cost)
-    )
-    return Fraction(round(100 * min(1, outside / whole)), 100) if whole else Fraction(0)
+    before = mean_ns(section_cost(graph, load.section, "before"))
+    behind = mean_ns(section_cost(graph, load.section, "behind"))
+    whole = max(1, mean_ns(load.cost), before + behind)
+    return Fraction(round(1000 * before / whole), 1000), Fraction(round(1000 * behind / whole), 1000)
 
 
 def compute_rank_load(
@@ -369,8 +369,8 @@ def compute_rank_load(
     """Load of a section on one rank of its replicas of this shape, given the whole section's load. attention:
     see `Workload.rank_load`."""
     device, mode = cluster.device, whole.mode
-    tp, pp, cp, ep, backward_parts, offload, chunks, _, norms, overlap = shape
-    stages = whole.stage_shares(pp, chunks)
+    tp, _, cp, ep, backward_parts, offload, chunks, _, norms, overlap = shape
+    stages = whole.stage_shares(shape)
     undivided = replace(whole.cost, sequence_parallel=norms == "sequence")
     whole_rows = cost_with_expert_parts(undivided, tp, ep, stages)
     attention = cp_scaling.choose_row_attention(
@@ -735,8 +735,8 @@ def _make_candidate(
         dp=dp,
         micro_batch=size,
         time_ns=total + bubble + _update_ns(work, load, dp, sharding, busy),
-        fill_ns=load.stages.sum_over(load.shape.pp, fill),
-        drain_ns=load.stages.sum_over(load.shape.pp, drain - deferred_backward_ns(load, drain)),
+        fill_ns=load.stages.sum_over(fill),
+        drain_ns=load.stages.sum_over(drain - deferred_backward_ns(load, drain)),
         micro_batches=micro_batches,
         memory=alternating_bytes,
         memory_ahead=alternating_bytes
@@ -824,11 +824,11 @@ def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica) -> in
     total, micro_batches, fill, drain = busy
     longest = max(fill + drain, load.spread.longest_micro_batch(size) * total // (PERMILLE * micro_batches))
     if load.mode == "forward":
-        return (load.stages.sum_over(load.shape.pp, longest) - longest) // load.shape.chunks
+        return (load.stages.sum_over(longest) - longest) // load.shape.chunks
     later = deferred_backward_ns(load, drain)
     awaited = longest - deferred_backward_ns(load, longest * drain // max(1, fill + drain))
     waits = fill + drain - 2 * later + awaited
-    return (load.stages.sum_over(load.shape.pp, waits) - waits) // (2 * load.shape.chunks)
+    return (load.stages.sum_over(waits) - waits) // (2 * load.shape.chunks)
 
 
 def deferred_backward_ns(load: SectionLoad, backward_ns: int) -> int:

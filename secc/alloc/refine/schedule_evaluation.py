@@ -45,7 +45,7 @@ from secc.cost.model.patterns_and_transfers import (
 )
 from secc.ir.analysis import sample_sizes as drawn_samples
 from secc.ir.analysis.token_count import token_count
-from secc.ir.dialect.ops import strings_of
+from secc.ir.dialect.ops import GraphOp, strings_of
 from secc.runtime.host.gc_control import pause_gc
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.predicted_costs import PredictedCosts
@@ -170,11 +170,6 @@ class PlanEvaluator:
                 for a, b in pairwise(own_stages)
             ]
         graph = self.work.graph
-        symbols = tuple(
-            Symbol(n, s.kind.data, s.key.data, s.dim.data)
-            for n, s in graph.symbols.items()
-            if s.kind.data in drawn_samples.SIZE_KINDS
-        )
         return Plan(
             version=0,
             hash="",
@@ -182,7 +177,7 @@ class PlanEvaluator:
             world_size=1 + max(r for own_stages in ranks.values() for r in own_stages),
             global_batch=self.work.global_batch,
             widths=graph.widths.data if graph.widths else "global",
-            symbols=symbols,
+            symbols=plan_symbols(graph),
             inputs=(),
             sections=tuple(stage for own_stages in stages.values() for stage in own_stages),
             edges=tuple(edges),
@@ -217,8 +212,7 @@ class PlanEvaluator:
             place = rank_position(i, c.pp, c.placement)
             stage_ranks = tuple(r for k, r in enumerate(ranks) if k // c.stage_ranks % c.pp == place)
             limit = room_at(i)
-            is_last = i == c.shape.stages - 1
-            own_ns = [load.stages.time_of_stage(text, is_last) for text in longest]
+            own_ns = [load.stages.time_of_stage(text, i) for text in longest]
             stage = Section(
                 section,
                 "",
@@ -451,6 +445,15 @@ def _run_sequentially(ends: Sequence[tuple[int, int]]) -> int:
     for end, update in sorted(ends):
         now = max(now, end) + update
     return now
+
+
+def plan_symbols(graph: GraphOp) -> tuple[Symbol, ...]:
+    """The size symbols of a plan of this graph."""
+    return tuple(
+        Symbol(n, s.kind.data, s.key.data, s.dim.data)
+        for n, s in graph.symbols.items()
+        if s.kind.data in drawn_samples.SIZE_KINDS
+    )
 
 
 def _mean_samples_batch(work: Workload) -> tuple[SampleMeta, ...]:

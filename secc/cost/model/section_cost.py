@@ -9,12 +9,12 @@ exact there. Costs are expressions as text, because ranks evaluate them too
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
 from math import gcd
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 from xdsl.dialects.builtin import ArrayAttr, FloatAttr, IntegerAttr, StringAttr
@@ -55,6 +55,8 @@ from secc.ir.dialect.readable_names import OUT_OF_TURN_ATTRIBUTE
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.runtime.plan.expr_eval import evaluate_expr
+
+SectionPart = Literal["whole", "before", "behind"]  # of a section; before and behind its layers
 
 # Assumed exponent of Zipf's law for the loads of experts: the busiest of 8 parts of 128 experts then gets 1.2
 # times its share.
@@ -262,14 +264,16 @@ class _CostAccumulator:
     recompute: RecomputeAccumulator = field(default_factory=RecomputeAccumulator)
 
 
-def section_cost(graph: GraphOp, section: SectionOp, *, outside_layers: bool = False) -> SectionCost:
-    """Compute the cost of a section from the attributes on its calls, or by estimate where they are missing;
-    with `outside_layers` the cost of what no stack of layers computes: embeddings, heads, losses.
+def section_cost(graph: GraphOp, section: SectionOp, part: SectionPart = "whole") -> SectionCost:
+    """Compute the cost of a section from the attributes on its calls, or by estimate where they are missing.
+
+    part: "before" counts only what layers need and computes without them (embeddings), "behind" all else that
+    no stack of layers computes (heads, losses).
 
     Symbols that depend on the values of inputs are replaced by their estimates, because ranks evaluate costs
     before they know those values.
     """
-    cost = _section_cost_in_all_symbols(graph, section, outside_layers)
+    cost = _section_cost_in_all_symbols(graph, section, part)
     estimates = size_estimates(graph)
     return _substitute_estimates(cost, estimates) if estimates else cost
 
@@ -287,15 +291,14 @@ def _substitute_estimates(cost: SectionCost, estimates: Mapping[str, Expr]) -> S
     return replace(cost, recompute=recompute, **substitute_fields(cost, _EXPRESSION_FIELDS))
 
 
-def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, outside_layers: bool) -> SectionCost:
-    """The cost of a section, or of what lies outside its layers, over all symbols, data-dependent ones
-    included."""
+def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, part: SectionPart) -> SectionCost:
+    """The cost of a part of a section over all symbols, data-dependent ones included."""
     name, blocks = section.sym.data, graph.blocks
     recomputed = selectively_recomputed_blocks(graph, strings_of(section.blocks))
     ops_by_case = [ops for case in graph.cases if (ops := ops_in_section(case, name))]
     dtype = _compute_dtype([op for ops in ops_by_case for op in ops if isinstance(op, CallOp)])
-    if outside_layers:
-        ops_by_case = [[op for op in ops if not _runs_layers(op, blocks)] for ops in ops_by_case]
+    if part != "whole":
+        ops_by_case = [_ops_outside_layers(ops, blocks)[part] for ops in ops_by_case]
     cases = [_accumulate_case(graph, blocks, ops, recomputed) for ops in ops_by_case]
     calls = [op for ops in ops_by_case for op in ops if isinstance(op, CallOp)]
     called_paths = _outermost_paths({call.target.data for call in calls})
@@ -424,6 +427,27 @@ def _runs_layers(op: Operation, blocks: Mapping[str, BlockOp]) -> bool:
     return isinstance(op, CallOp) and bool(
         integer_attribute(op, "layers", call_cost(op, blocks[op.target.data]).units)
     )
+
+
+def _ops_outside_layers(
+    ops: Sequence[Operation], blocks: Mapping[str, BlockOp]
+) -> dict[SectionPart, list[Operation]]:
+    """The operations before and behind the layers of a section, of its operations in one case."""
+    layers = {op for op in ops if _runs_layers(op, blocks)}
+    behind = set(layers)  # layers, and what needs them
+    for op in ops:
+        if any(o.owner in behind for o in op.operands):
+            behind.add(op)
+    needed = set(layers)  # layers, and what they need
+    for op in reversed(ops):
+        if any(use.operation in needed for result in op.results for use in result.uses):
+            needed.add(op)
+    outside = [op for op in ops if op not in layers]
+    before = needed - behind
+    return {
+        "before": [op for op in outside if op in before],
+        "behind": [op for op in outside if op not in before],
+    }
 
 
 def ops_in_section(case: CaseOp, section: str) -> list[Operation]:

@@ -6,8 +6,9 @@ by tokens (`secc.ir.analysis.vocab_sharding`). Norms, residuals and other glue a
 Of the bytes that a transformer layer saves for backward, about 24 of 34 parts lie between divided products
 (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, equation 2). Each
 layer all-reduces two outputs in forward and two input gradients in backward; a divided vocabulary adds the
-rows of the embedding and the gradient of the head's input. Stages hold whole layers, and the last one also
-what lies outside of them (heads, losses); it has fewer layers if that makes the longest stage shorter.
+rows of the embedding and the gradient of the head's input. Stages hold whole layers, the first one also what
+comes before them (embeddings), the last one what comes behind them (heads, losses); these two have fewer
+layers if that makes the longest stage shorter.
 
 All-reduces are priced as those of gradients (`secc.cost.model.collectives`): a ring over n ranks sends 2(n -
 1) messages of 1/n of the bytes.
@@ -18,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cache
+from heapq import heapify, heapreplace
 
 from secc.cluster import OWN_RUNTIME, Cluster
 from secc.cost.model.collectives import all_reduce_messages
@@ -27,7 +29,7 @@ from secc.cost.model.gemm_efficiency import DEFAULT_EFFICIENCY
 from secc.cost.model.recompute_cost import RECOMPUTED_LAYERS, RecomputeCost
 from secc.cost.model.section_cost import SectionCost
 from secc.runtime.plan.expr_eval import evaluate_expr, expression_symbols
-from secc.runtime.plan.schema import OVERLAPS
+from secc.runtime.plan.schema import OVERLAPS, rank_position
 from secc.runtime.tensor_parallel.overlapped_products import PRODUCT_CHUNKS
 
 # Korthikanti et al.: 34 bytes per token and hidden unit are saved, 24 of them between divided products.
@@ -166,63 +168,63 @@ class StageShares:
     """Parts of a section that its stages have.
 
     layers: the fraction of its layers on the rank with most of them, which needs most memory.
-    before_last, last: fractions of its time, of the longest stage before the last one, and of the last one.
-    chunks: number of stages on a rank.
+    times: the fractions of its time that the stages take, first to last.
+    longest: the fraction of its time that the longest rank takes, with all its stages.
     """
 
     layers: Fraction
-    before_last: Fraction
-    last: Fraction
-    chunks: int = 1
+    times: tuple[Fraction, ...]
+    longest: Fraction
 
-    @property
-    def longest(self) -> Fraction:
-        """Fraction of the section's time that the longest rank takes, with all its stages."""
-        return (self.chunks - 1) * self.before_last + max(self.before_last, self.last)
-
-    def sum_over(self, pp: int, longest_ns: int) -> int:
-        """Ns over all stages, on `pp` ranks, of what takes the longest rank `longest_ns`."""
-        if pp == 1:
-            return longest_ns
-        if pp not in self._sums:
-            all_stages = (pp * self.chunks - 1) * self.before_last + self.last
-            self._sums[pp] = (all_stages / self.longest).as_integer_ratio()
-        part, whole = self._sums[pp]
+    def sum_over(self, longest_ns: int) -> int:
+        """Ns over all stages of what takes the longest rank `longest_ns`."""
+        whole, part = self.longest.numerator, self.longest.denominator
         return longest_ns * part // whole if longest_ns >= 0 else -(-longest_ns * part // whole)
 
-    @cached_property
-    def _sums(self) -> dict[int, tuple[int, int]]:
-        """By number of ranks: what all stages take over what the longest rank takes, as a fraction."""
-        return {}
-
-    def time_of_stage(self, text: str, is_last: bool) -> str:
-        """A stage's time, given the longest rank's as an expression."""
-        own = self.last if is_last else self.before_last
+    def time_of_stage(self, text: str, stage: int) -> str:
+        """The time of the stage of this number, given the longest rank's as an expression."""
+        own = self.times[stage]
         return text if own == self.longest else scale_expression(text, own / self.longest)
 
 
-WHOLE_SECTION = StageShares(Fraction(1), Fraction(1), Fraction(1))
+WHOLE_SECTION = StageShares(Fraction(1), (Fraction(1),), Fraction(1))
 
 
 @cache
-def stage_shares(layers: int, pp: int, outside: Fraction, chunks: int = 1) -> StageShares:
-    """What the stages, `chunks` on each of `pp` ranks, have of a section with so many layers, if the fraction
-    `outside` of its time passes outside of them, in the last stage. The longest stage is as short as
-    possible."""
+def stage_shares(
+    layers: int,
+    pp: int,
+    ends: tuple[Fraction, Fraction] = (Fraction(0), Fraction(0)),
+    chunks: int = 1,
+    placement: str = "loop",
+) -> StageShares:
+    """What the stages, `chunks` on each of `pp` ranks, have of a section with so many equal layers.
+
+    ends: the fractions of its time that pass before its layers, in the first stage, and behind them, in the
+    last one. The longest stage is as short as possible, and the others are as even as whole layers allow, as
+    in `secc.passes.boundaries.stage_cuts.balance_stages`: each layer goes to the stage that has least, and of
+    equal ones to the latest, which holds fewest micro-batches.
+    """
     stages = pp * chunks
     if stages == 1:
         return WHOLE_SECTION
     layers = max(layers, stages)
-    one_layer = (1 - outside) / layers
-
-    def shares_with(in_last: int) -> StageShares:
-        most = -(-(layers - in_last) // (stages - 1))
-        on_rank = (chunks - 1) * most + max(most, in_last)
-        return StageShares(
-            Fraction(min(on_rank, layers), layers), most * one_layer, outside + in_last * one_layer, chunks
-        )
-
-    return min(map(shares_with, range(-(-layers // stages), -1, -1)), key=lambda shares: shares.longest)
+    one_layer = (1 - ends[0] - ends[1]) / layers
+    held = [0] * stages
+    queue = [(Fraction(0), -i) for i in range(1, stages - 1)] + [(ends[0], 0), (ends[1], 1 - stages)]
+    heapify(queue)
+    for _ in range(layers):
+        time, stage = queue[0]
+        held[-stage] += 1
+        heapreplace(queue, (time + one_layer, stage))
+    times = [n * one_layer for n in held]
+    times[0], times[-1] = times[0] + ends[0], times[-1] + ends[1]
+    on_rank: dict[int, list[int]] = {}
+    for stage in range(stages):
+        on_rank.setdefault(rank_position(stage, pp, placement), []).append(stage)
+    most = max(sum(held[i] for i in own) for own in on_rank.values())
+    longest = max(sum((times[i] for i in own), Fraction(0)) for own in on_rank.values())
+    return StageShares(Fraction(most, layers), tuple(times), longest)
 
 
 def cost_on_rank(cost: SectionCost, tp: int, stages: StageShares = WHOLE_SECTION) -> SectionCost:

@@ -127,21 +127,47 @@ def test_sums_of_gradients_hide_behind_the_last_backward_but_for_a_bucket() -> N
 
 
 def test_heads_make_the_last_stage_longer_and_give_its_layers_to_others() -> None:
-    assert stage_shares(48, 16, Fraction(0)) == StageShares(Fraction(1, 16), Fraction(1, 16), Fraction(1, 16))
-    heavy = stage_shares(48, 16, Fraction(1, 4))
-    assert (heavy.layers, heavy.last, heavy.longest) == (Fraction(4, 48), Fraction(1, 4), Fraction(1, 4))
-    some = stage_shares(8, 2, Fraction(1, 5))  # each layer takes a tenth: 5 layers, 3 and the head
-    assert (some.layers, some.before_last, some.last) == (Fraction(5, 8), Fraction(1, 2), Fraction(1, 2))
-    assert heavy.sum_over(16, 100) == 100 * (15 * heavy.before_last + heavy.last) / heavy.longest
-    assert stage_shares(8, 1, Fraction(1, 5)).longest == 1
+    assert stage_shares(48, 16) == StageShares(Fraction(1, 16), (Fraction(1, 16),) * 16, Fraction(1, 16))
+    heavy = stage_shares(48, 16, (Fraction(0), Fraction(1, 4)))
+    assert (heavy.layers, heavy.times[-1], heavy.longest) == (Fraction(4, 48), Fraction(1, 4), Fraction(1, 4))
+    some = stage_shares(8, 2, (Fraction(0), Fraction(1, 5)))  # a layer takes a tenth; 5 layers, or 3
+    assert (some.layers, some.times) == (Fraction(5, 8), (Fraction(1, 2), Fraction(1, 2)))
+    assert heavy.sum_over(250) == 1000
+    assert stage_shares(8, 1, (Fraction(0), Fraction(1, 5))).longest == 1
+
+
+def test_only_as_many_stages_have_a_layer_more_as_there_are_layers_over() -> None:
+    """82 layers' time in 8 stages: seven of 10 layers and one of 10 with the head were 72 layers, so two more
+    are left."""
+    ends = Fraction(0), Fraction(24, 824)
+    shares = stage_shares(80, 8, ends)
+    in_layers = [time * 824 / 10 for time in shares.times]
+    assert in_layers == [10, 10, 10, 10, 10, 11, 11, Fraction(104, 10)] and sum(shares.times) == 1
+    assert shares.time_of_stage("S", 0) == "(S)*10//11" and shares.time_of_stage("S", 5) == "S"
+    assert shares.sum_over(110) == 824
+
+
+def test_embeddings_are_in_the_first_stage() -> None:
+    shares = stage_shares(10, 3, (Fraction(1, 6), Fraction(0)))  # a layer takes a twelfth
+    assert [time * 12 for time in shares.times] == [4, 4, 4]
+
+
+def test_ranks_with_several_stages_take_the_time_of_all_of_them() -> None:
+    """A head of four layers' time: in a loop the last rank has it, in a V the first."""
+    ends = Fraction(0), Fraction(1, 3)
+    loop, v = (stage_shares(8, 2, ends, 2, placement) for placement in ("loop", "v"))
+    assert [12 * time for time in loop.times] == [12 * time for time in v.times] == [2, 3, 3, 4]
+    assert (12 * loop.longest, 12 * v.longest, 8 * loop.layers, 8 * v.layers) == (7, 6, 5, 6)
 
 
 def test_what_lies_outside_of_layers_is_found() -> None:
     """The head of this model has as much work as the embedding has not."""
     work, own = language_model()
-    assert 0 <= own.outside_share < 1
-    whole = replace(own, outside_share=Fraction(1, 2), cost=replace(own.cost, layers=4))
-    even = compute_rank_load(replace(whole, outside_share=Fraction(0)), ReplicaShape(pp=4), work.cluster)
+    assert 0 <= sum(own.end_shares) < 1
+    whole = replace(own, end_shares=(Fraction(0), Fraction(1, 2)), cost=replace(own.cost, layers=4))
+    even = compute_rank_load(
+        replace(whole, end_shares=(Fraction(0), Fraction(0))), ReplicaShape(pp=4), work.cluster
+    )
     uneven = compute_rank_load(whole, ReplicaShape(pp=4), work.cluster)
     at = {name: 8 for name in ("B", "S", "I")}
     ratio = evaluate_expr(uneven.cost.work, at) / evaluate_expr(even.cost.work, at)

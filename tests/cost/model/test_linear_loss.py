@@ -73,5 +73,5 @@ def test_a_fused_head_outside_of_layers_computes_in_the_dtype_of_its_section() -
     graph = graph_of(
         parse_module(text.replace("blocks []", 'blocks ["layers"]').replace("(%x, %w", "(%h, %w"))
     )
-    outside = section_cost(graph, graph.sections[0], outside_layers=True)
+    outside = section_cost(graph, graph.sections[0], "behind")
     assert (outside.dtype, section_cost(graph, graph.sections[0]).dtype) == ("bf16", "bf16")
