@@ -22,6 +22,7 @@ from xdsl.passes import ModulePass
 from secc.alloc.explain import plan_choices as known
 from secc.alloc.explain.alternatives import explain_choices
 from secc.alloc.explain.infeasibility import explain_infeasibility
+from secc.alloc.explain.least_step import bound_every_plan
 from secc.alloc.problem import pins as pins_
 from secc.alloc.problem.build_problem import build_problem, count_usable_ranks
 from secc.alloc.problem.candidates import (
@@ -51,6 +52,7 @@ from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_section
 from secc.ir.dialect.ops import GraphOp, graph_of, strings_attr
 from secc.ir.dialect.python_attributes import float_attr, int_attr, int_list_attr
 from secc.passes.annotate_costs import write_section_cost
+from secc.process_map import run_in_background
 
 OBJECTIVES = ("time", "gpus")
 SAMPLES_PER_RANK = 8  # of the global batch, where none is given
@@ -114,6 +116,13 @@ class Allocate(ModulePass):
         if self.known and (found := self._reuse_known_plan(graph)) is not None:
             return _write_allocation(graph, *found)
         solved = self.solve_closed_form(graph)
+        with run_in_background(partial(self._least_step_s, solved)) as least_step_s:
+            solved, won, facts = self._choose_plan(solved)
+            _write_allocation(graph, solved, won, least_step_s(), facts)
+
+    def _choose_plan(self, solved: SolvedAllocation) -> tuple[SolvedAllocation, RefinedPlan, dict[str, Any]]:
+        """The best plan by simulation, of problems with and without activations in host memory and dealt
+        samples; with its problem, and facts about how it was found."""
         won = self.refine_solution(solved)
         if (copying := self._solve_with_copies(solved, won)) is not None:
             other = self.refine_solution(copying)
@@ -134,7 +143,18 @@ class Allocate(ModulePass):
                 facts |= {
                     "step_s": {"priced as divided": steps[0] / 10**9, "priced as dealt": steps[1] / 10**9}
                 }
-        _write_allocation(graph, replace(solved, problem=dealt.problem), dealt.refined, facts)
+        return replace(solved, problem=dealt.problem), dealt.refined, facts
+
+    def _least_step_s(self, solved: SolvedAllocation) -> float:
+        """Seconds that a step takes at least under any plan on these ranks, the mean over the batches of the
+        search; 0 where the number of ranks is what is sought."""
+        if solved.problem.deadline is not None:
+            return 0.0
+        work, ranks = solved.work, solved.problem.ranks
+        batches = PlanEvaluator(work, solved.problem).batches
+        if work.cluster.device.backend != "cpu":
+            work = work.with_offloads((*work.offloads, "activations"))
+        return bound_every_plan(work, solved.pins, ranks, batches) / 10**9
 
     def _choose_dealing(self, solved: SolvedAllocation, won: RefinedPlan) -> DealtPlan:
         """The plan with the shortest way to deal samples to ranks of cp."""
@@ -207,9 +227,9 @@ class Allocate(ModulePass):
             trial, asked, solved.solution.assignment, partial(assign_ranks, asked), MULTI_RANK_MARGIN
         )
 
-    def _reuse_known_plan(self, graph: GraphOp) -> tuple[SolvedAllocation, RefinedPlan] | None:
-        """The plan that is known, with what was proven of it, if it can still be had: nothing else is
-        priced."""
+    def _reuse_known_plan(self, graph: GraphOp) -> tuple[SolvedAllocation, RefinedPlan, float] | None:
+        """The plan that is known, with what was proven of it and the least step of any plan in seconds, if it
+        can still be had: nothing else is priced."""
         work, _, size = self._read_options(graph)
         pins = pins_.parse_pins(
             (*self.stages, *self.set, *self.known), [s.sym.data for s in graph.sections], self.refused
@@ -225,11 +245,12 @@ class Allocate(ModulePass):
             PlanEvaluator(work, asked, size).evaluate(found, assign_ranks(asked, found)),
             evaluate_assignment(asked, found),
         )
-        status, gap, trials = known.parse_solver_status(self.proven)
+        status, gap, trials, least_step_s = known.parse_solver_status(self.proven)
         solved = SolvedAllocation(
             work, asked, Solution(found, value.time_ns, status, gap, value.ranks), pins, size
         )
-        return (solved, RefinedPlan(found, tried, value.time_ns, trials)) if tried.fits else None
+        won = RefinedPlan(found, tried, value.time_ns, trials)
+        return (solved, won, least_step_s) if tried.fits else None
 
     def read_cluster(self) -> Cluster:
         """The cluster that plans are priced for."""
@@ -323,9 +344,14 @@ def _dealing_facts(dealt: DealtPlan) -> dict[str, Any]:
 
 
 def _write_allocation(
-    graph: GraphOp, solved: SolvedAllocation, won: RefinedPlan, dealing: Mapping[str, Any] | None = None
+    graph: GraphOp,
+    solved: SolvedAllocation,
+    won: RefinedPlan,
+    least_step_s: float,
+    dealing: Mapping[str, Any] | None = None,
 ) -> None:
-    """`dealing`: what is known of ways to deal samples to ranks of cp, for the solver's record."""
+    """`least_step_s`: what a step takes at least under any plan, 0 if unknown. `dealing`: what is known of
+    ways to deal samples to ranks of cp. Both are for the solver's record."""
     work, asked, pins, size = solved.work, solved.problem, solved.pins, solved.run_ahead
     solution = replace(solved.solution, assignment=won.assignment, time_ns=won.closed_form_ns)
     value = evaluate_assignment(asked, solution.assignment)
@@ -366,6 +392,7 @@ def _write_allocation(
         "gap": solution.gap,
         **_search_facts(won),
         **_objective_facts(asked, solution.ranks),
+        **({"least_step_s": least_step_s} if least_step_s else {}),
         **({"dynamic_cp": dict(dealing)} if dealing else {}),
     }
     graph.attributes |= {

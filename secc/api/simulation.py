@@ -106,7 +106,10 @@ def measured_facts(m: StepMeasures, steps: int, planned_s: float | None) -> list
             "schedule bound",
             f"{m.schedule_bound_s:.6g} s: the step takes {over:.3f} of it; bottleneck: {m.bound_reason}",
         ),
-        ("plan bound", f"{m.plan_bound_s:.6g} s: all work spread evenly over {m.gpus} ranks"),
+        (
+            "plan bound",
+            f"{m.plan_bound_s:.6g} s: all work of these layouts spread evenly over {m.gpus} ranks",
+        ),
         ("busy", ", ".join(f"{name} {share.busy:.0%} of {share.gpus}" for name, share in m.sections.items())),
         (
             "waits of a rank",

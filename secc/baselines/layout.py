@@ -233,9 +233,7 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
         stage_ranks = tuple(
             r for k, r in enumerate(layout_of_section.ranks) if k // c.stage_ranks % c.pp == i
         )
-        forward, backward = (
-            rank.stages.time_of_stage(text, i) for text in rank.pass_ns(c.recompute)
-        )
+        forward, backward = (rank.stages.time_of_stage(text, i) for text in rank.pass_ns(c.recompute))
         stage_fields = (
             {"name": f"{section.name}.{i}", "pipeline": section.name, "stage": i} if c.pp > 1 else {}
         )

@@ -91,8 +91,19 @@ def _predicted_step_text(plan: Plan) -> str:
         return f"{seconds:.4g} s{others}"
     return (
         f"{seconds:.4g} s{others}; {seconds / bound:.3f} of the lower bound for any schedule"
-        f" ({simulated['bound_reason']}); {simulated['plan_bound_s']:.4g} s if all work were spread evenly"
-        " over the ranks"
+        f" ({simulated['bound_reason']}); {simulated['plan_bound_s']:.4g} s if all work of these layouts were"
+        f" spread evenly over the ranks{_least_step_text(plan)}"
+    )
+
+
+def _least_step_text(plan: Plan) -> str:
+    """How far the search's step is from the least that any plan takes, on the batches of the search."""
+    least, searched = plan.solver.get("least_step_s", 0.0), plan.solver.get("simulated_s", 0.0)
+    if not least or not searched:
+        return ""
+    return (
+        f"; no plan on these ranks, with any layouts, takes less than {least:.4g} s on the samples of the"
+        f" search, where this one takes {searched:.4g} s ({searched / least:.3f} of it)"
     )
 
 

@@ -20,7 +20,7 @@ from secc.ir.analysis.dataflow import get_number
 from secc.ir.dialect.ops import GraphOp, SectionOp
 
 # Assumed where nothing is known of how a plan was found.
-DEFAULT_SOLVER_STATUS = {"status": "FEASIBLE", "gap": "1.0", "tried": "1"}
+DEFAULT_SOLVER_STATUS = {"status": "FEASIBLE", "gap": "1.0", "tried": "1", "least_step_s": "0.0"}
 NUMBER_KEYS = ("dp", "tp", "pp", "chunks", "cp", "ep", "micro_batch")
 WORD_KEYS = ("sharding", "recompute", "backward", "cp_per", "cp_degrees", "offload", "placement", "norms")
 UNWRITTEN_DEGREES = ("cp", "ep", "chunks")  # 1 where a section has no such attribute
@@ -44,16 +44,17 @@ def list_plan_choices(graph: GraphOp) -> tuple[str, ...]:
 
 
 def format_solver_status(graph: GraphOp) -> tuple[str, ...]:
-    """Solver status, gap and number of evaluated plans, as KEY=VALUE."""
+    """Solver status, gap, number of evaluated plans and least step of any plan, as KEY=VALUE."""
     solver = graph.attributes.get("solver")
     status = json.loads(solver.data) if isinstance(solver, StringAttr) else {}
     return tuple(f"{key}={status[key]}" for key in DEFAULT_SOLVER_STATUS if key in status)
 
 
-def parse_solver_status(texts: Sequence[str]) -> tuple[str, float, int]:
-    """Returns (status, gap, number of evaluated plans) from KEY=VALUE texts; defaults for missing ones."""
+def parse_solver_status(texts: Sequence[str]) -> tuple[str, float, int, float]:
+    """Returns (status, gap, number of evaluated plans, least step of any plan in s) from KEY=VALUE texts;
+    defaults for missing ones."""
     status = DEFAULT_SOLVER_STATUS | dict(text.split("=", 1) for text in texts)
-    return status["status"], float(status["gap"]), int(status["tried"])
+    return status["status"], float(status["gap"]), int(status["tried"]), float(status["least_step_s"])
 
 
 def _choice_text(section: SectionOp, key: str) -> str:

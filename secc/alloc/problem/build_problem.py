@@ -253,27 +253,14 @@ def _candidates_of_parts(
         if shape.ep > shape.tp and pins.pinned_number(load.name, "ep") is None:
             return  # possible without parts of experts on other replicas
         require_offload(work, load, shape, offloads, pins)
-    replica, norms = require_rank_load(work, load, shape, ranks), list_norms(work, load, shape, pins)
+    replica = require_rank_load(work, load, shape, ranks)
     most = min(ranks // size_of_replica, work.global_batch)
     replicas = max(1, shape.ep // shape.tp)
     if size_of_replica == least and pins.pinned_number(load.name, "ep") is not None:
         require_exchanging_replicas(replica, most, pins)
     if size_of_replica > least and (pins.pinned_number(load.name, "dp") or 1) > most:
         return  # the pinned dp is possible with smaller replicas only
-    all_ways = [
-        (
-            mode,
-            offload,
-            [
-                work.rank_load(load, shape._replace(backward_parts=parts, offload=offload, norms=way))
-                for way in norms
-            ],
-        )
-        for mode in modes
-        for parts in list_backward_parts(load, shape, *mode, pins)
-        for offload in offloads[mode[0]]
-        if parts == 1 or offload != "activations"
-    ]
+    all_ways = list_rank_loads(work, load, shape, pins)
     for dp in pins.dp_choices(
         load.name, most, candidate_pruning.replica_counts(size_of_replica, ranks, work.cluster.per_node, most)
     ):
@@ -299,6 +286,28 @@ def _candidates_of_parts(
                 if limits:
                     found = [replace(c, **limits) for c in found]
                 yield from found
+
+
+def list_rank_loads(
+    work: Workload, load: SectionLoad, shape: ReplicaShape, pins: Pins
+) -> list[tuple[tuple[str, str], str, list[SectionLoad]]]:
+    """Lists the ways to run replicas of a shape: ((sharding, recompute), offload, load of a rank by how norms
+    are computed)."""
+    norms = list_norms(work, load, shape, pins)
+    return [
+        (
+            mode,
+            offload,
+            [
+                work.rank_load(load, shape._replace(backward_parts=parts, offload=offload, norms=way))
+                for way in norms
+            ],
+        )
+        for mode in list_sharding_and_recompute(work, load, pins)
+        for parts in list_backward_parts(load, shape, *mode, pins)
+        for offload in list_offloads(work, load, shape, mode[0], pins)
+        if parts == 1 or offload != "activations"
+    ]
 
 
 def _micro_batch_limits(

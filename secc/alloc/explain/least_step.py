@@ -1,0 +1,214 @@
+"""A lower bound on the step of every plan that the solver may choose: any parallelism and number of replicas
+of each section, any sharing of devices, any micro-batches and any order.
+
+The plan bound of `secc.bounds` counts the work at a plan's own degrees, so plans with other degrees may beat
+it. Here each section does the least work that any of its candidates does which has room for its weights and
+its micro-batches of one sample:
+
+*Even.* A rank of a stage is busy with a micro-batch for at least the sum of its samples' weights
+(`secc.bounds.additive`). Summed over a replica's stages and ranks this is a sample's work. No rank is busy
+for longer than the step, so the step takes at least all work over the number of ranks.
+
+*Chain.* A sample's forwards along the edges and its backwards against them follow one another, and each takes
+at least as long as for the sample alone, in all stages. Forwards of sections without a backward do not count:
+they may run in the step before.
+
+Messages, waits, gradient sums and the optimizer count as nothing. Prices are those of the search, so its
+`simulated_s` can be held against the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+from secc.alloc.problem.build_problem import expert_parts, list_rank_loads, parallel_shapes
+from secc.alloc.problem.candidates import SectionLoad, Workload, in_flight_alternating, memory_on_rank
+from secc.alloc.problem.pins import Pins
+from secc.alloc.problem.types import ReplicaShape
+from secc.alloc.refine.schedule_evaluation import BatchSamples, plan_symbols
+from secc.bounds.additive import split_additive
+from secc.ir.dialect.ops import strings_of
+from secc.runtime.plan.batch_sizes import combine_sizes
+from secc.runtime.plan.expr_eval import evaluate_expr_columns
+from secc.runtime.plan.step_program import is_active
+
+
+@dataclass(frozen=True)
+class _SampleTimes:
+    """Of each active sample of a section, by its position: ns of rank time that it adds however micro-batches
+    are formed, and ns that its forward and its backward take alone."""
+
+    work: Mapping[int, int]
+    forward: Mapping[int, int]
+    backward: Mapping[int, int]
+
+    def least_of_each(self, other: _SampleTimes) -> _SampleTimes:
+        """The lesser figure of each sample."""
+        pairs = ((self.work, other.work), (self.forward, other.forward), (self.backward, other.backward))
+        return _SampleTimes(*({p: min(ns, theirs[p]) for p, ns in own.items()} for own, theirs in pairs))
+
+
+def bound_every_plan(work: Workload, pins: Pins, ranks: int, batches: Sequence[BatchSamples]) -> int:
+    """Mean ns that a step takes at least with these global batches, on `ranks` devices, under any plan that
+    `secc.alloc.problem.build_problem` allows. 0 where a section has no candidate with enough memory."""
+    measure = _BatchTimes(work, batches)
+    chain: dict[str, tuple[list[int], list[int]]] = {}
+    totals = [0] * len(batches)
+    for name, load in work.loads.items():
+        ways = [
+            times
+            for own in work.by_kind or (work,)
+            for times in measure.list_fitting(own, own.loads[name], pins, ranks)
+        ]
+        if not ways:
+            return 0
+        sums = [measure.sum_by_batch(times.work) for times in ways]
+        totals = [total + min(own) for total, own in zip(totals, zip(*sums, strict=True), strict=True)]
+        least = reduce(_SampleTimes.least_of_each, ways)
+        chain[name] = _extend_chains(work, load, chain, least, len(measure.batch_of))
+    longest = [0] * len(batches)
+    for paths in (*chain.values(),):
+        for batch, ns in zip(measure.batch_of, map(max, *paths), strict=True):
+            longest[batch] = max(longest[batch], ns)
+    steps = [max(-(-total // ranks), chained) for total, chained in zip(totals, longest, strict=True)]
+    return sum(steps) // max(1, len(steps))
+
+
+def _extend_chains(
+    work: Workload,
+    load: SectionLoad,
+    before: Mapping[str, tuple[list[int], list[int]]],
+    times: _SampleTimes,
+    count: int,
+) -> tuple[list[int], list[int]]:
+    """Ns of the longest paths of each sample that end with a section's forward, and with forwards up to the
+    section and backwards from there; `before` has those of the sections that feed it."""
+    forward, both = [0] * count, [0] * count
+    for p, own in times.forward.items():
+        sources = [(before[e.src], e.grad) for e in work.crossings if e.dst == load.name]
+        arrival = max((forwards[p] for (forwards, _), _ in sources), default=0)
+        returned = max((boths[p] if grad else forwards[p] for (forwards, boths), grad in sources), default=0)
+        if load.mode != "forward":
+            forward[p] = arrival + own
+            both[p] = max(arrival, returned) + own + times.backward[p]
+    return forward, both
+
+
+class _BatchTimes:
+    """Times of the samples of some global batches under candidates of sections. batch_of: the index of each
+    sample's batch, by the sample's position in all of them."""
+
+    def __init__(self, work: Workload, batches: Sequence[BatchSamples]) -> None:
+        graph = work.graph
+        self.batch_of = [i for i, batch in enumerate(batches) for _ in batch]
+        self._samples, self._symbols = [sample for batch in batches for sample in batch], plan_symbols(graph)
+        self._most_together = max(map(len, batches), default=1)
+        self._sizes: list[Mapping[str, int]] = []
+        for batch in batches:
+            sizes: list[Mapping[str, int]] = [sample.sizes for sample in batch]
+            if graph.widths is not None and graph.widths.data == "global":
+                combined = combine_sizes(sizes, self._symbols)
+                widths = {s.name: combined[s.name] for s in self._symbols if s.is_padded}
+                sizes = [{**own, **widths} for own in sizes]
+            self._sizes += sizes
+
+    def sum_by_batch(self, figures: Mapping[int, int]) -> list[int]:
+        """Sums of figures by sample, one for each batch."""
+        found = [0] * (1 + max(self.batch_of, default=-1))
+        for p, figure in figures.items():
+            found[self.batch_of[p]] += figure
+        return found
+
+    def list_fitting(
+        self, work: Workload, load: SectionLoad, pins: Pins, ranks: int
+    ) -> Iterator[_SampleTimes]:
+        """Yields the times under each way to run a section that fits a rank's memory with as many replicas as
+        there can be, which need least. What fits without recomputation takes longer with it."""
+        when = strings_of(load.section.when)
+        active = [p for p, sample in enumerate(self._samples) if is_active(when, sample.pattern)]
+        columns = {name: [self._sizes[p][name] for p in active] for name in self._sizes[0]}
+        for shape in parallel_shapes(work, load, pins, ranks):
+            fitting: dict[ReplicaShape, dict[str, SectionLoad]] = {}
+            for ep in expert_parts(work, load, pins, shape, ranks):
+                for (sharding, recompute), _, loads in list_rank_loads(
+                    work, load, shape._replace(ep=ep), pins
+                ):
+                    for rank in loads:
+                        found = fitting.setdefault(rank.shape, {})
+                        if not found.keys() & {"none", recompute} and _has_room(
+                            work, rank, ranks, sharding, recompute
+                        ):
+                            found[recompute] = rank
+            for found in fitting.values():
+                for recompute, rank in found.items():
+                    if recompute == "none" or "none" not in found:
+                        yield self._times_of(work, load, rank, recompute, active, columns)
+
+    def _times_of(
+        self,
+        work: Workload,
+        load: SectionLoad,
+        rank: SectionLoad,
+        recompute: str,
+        active: Sequence[int],
+        columns: Mapping[str, Sequence[int]],
+    ) -> _SampleTimes:
+        """Times on replicas of a rank's shape. Without stages, a sample may be computed by a subgroup of the
+        ranks of cp."""
+        cp, one_stage = rank.shape.cp, rank.shape.stages == 1
+        found: list[_SampleTimes] = []
+        for ranks in (n for n in range(1, cp + 1) if n == cp or (one_stage and cp % n == 0)):
+            own = (
+                rank
+                if ranks == cp
+                else work.rank_load(load, rank.shape._replace(cp=ranks), rank.row_attention)
+            )
+            forward_ns, backward_ns = own.pass_ns(recompute)
+            (forward, added), (backward, also_added) = (
+                self._times_of_stages(own, text, columns, len(active))
+                for text in (forward_ns, "0" if own.mode == "forward" else backward_ns)
+            )
+            weights = [own.shape.tp * ranks * (a + b) for a, b in zip(added, also_added, strict=True)]
+            found.append(
+                _SampleTimes(
+                    *(dict(zip(active, figures, strict=True)) for figures in (weights, forward, backward))
+                )
+            )
+        return reduce(_SampleTimes.least_of_each, found)
+
+    def _times_of_stages(
+        self, rank: SectionLoad, text: str, columns: Mapping[str, Sequence[int]], count: int
+    ) -> tuple[list[int], list[int]]:
+        """(ns of each sample alone, ns that it adds at least to any micro-batch), summed over the stages,
+        where the rank with the longest stages takes `text`. Each stage's time is rounded down."""
+        branches = [
+            (
+                evaluate_expr_columns(parts.additive, columns, count),
+                evaluate_expr_columns(parts.rest, columns, count),
+            )
+            for parts in split_additive(text, self._symbols)
+        ]
+        added = max(
+            ([a + b // self._most_together for a, b in zip(*branch, strict=True)] for branch in branches),
+            key=sum,
+        )
+        alone = [max(figures) for figures in zip(*(map(add, *branch) for branch in branches), strict=True)]
+        stages = rank.shape.stages
+        less = stages if stages > 1 else 0
+        return [max(0, rank.stages.sum_over(ns) - less) for ns in alone], [
+            max(0, rank.stages.sum_over(ns) - less) for ns in added
+        ]
+
+
+def _has_room(work: Workload, rank: SectionLoad, ranks: int, sharding: str, recompute: str) -> bool:
+    """Whether a rank has memory for its part of a section, with the most replicas that `ranks` devices hold
+    and micro-batches of one sample."""
+    dp = max(1, min(ranks // rank.shape.ranks, work.global_batch))
+    samples = -(-work.active_sample_count(rank) // dp)
+    size, count = (samples, 1) if work.whole_batch_kind(rank) else (1, samples)
+    memory = memory_on_rank(work, rank, dp, size, sharding, recompute, count)
+    held = memory.total_bytes(in_flight_alternating(work, rank, count))
+    return held <= work.cluster.device.usable_memory
