@@ -22,9 +22,7 @@ from secc.passes.loss.loss_walk import ops_behind
 
 _SCATTERS = frozenset({"masked_scatter", "masked_scatter_"})
 _PUTS = frozenset({"index_put", "index_put_", "_unsafe_index_put"})
-_SELECTIONS = frozenset(
-    {"index", "masked_select", "nonzero"}
-)  # by values: captures need not show their sizes
+_SELECTIONS = frozenset({"masked_select", "nonzero"})  # by values: captures need not show their sizes
 _SAME_ENTRIES = frozenset({
     "expand", "reshape", "view", "_unsafe_view", "_to_copy", "clone", "contiguous", "alias", "repeat",
     "unsqueeze", "squeeze", "flatten", "expand_copy", "view_copy",
@@ -112,7 +110,7 @@ def _make_count(
     elif (selected := _find_selection(source)) is not None:
         size, chosen = selected
         counts.append(ctx.pending.make_glue(op, "aten.sum.default", [chosen], "$0", COUNT_TYPE))
-    elif any(isinstance(o, GlueOp) and o.base_name in _SELECTIONS for o in ops_behind(source)):
+    elif any(map(_selects_by_values, ops_behind(source))):
         return None
     if (rows / size).free_symbols:
         return None
@@ -139,6 +137,13 @@ def _find_selection(source: SSAValue) -> tuple[Expr, SSAValue] | None:
     mask = op.operands[1]
     before = next((i for i, a in enumerate(op.arguments.get(1, "indices", [])) if a is not None), 0)
     return (tensor_type(source).shape[before], mask) if tensor_type(mask).dtype.data == "bool" else None
+
+
+def _selects_by_values(op: Operation) -> bool:
+    if not isinstance(op, GlueOp):
+        return False
+    by_mask = op.base_name == "index" and any(tensor_type(o).dtype.data == "bool" for o in op.operands[1:])
+    return by_mask or op.base_name in _SELECTIONS
 
 
 def _counts_mask(count: SSAValue, mask: SSAValue) -> bool:

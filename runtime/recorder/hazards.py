@@ -1,8 +1,9 @@
 """Notes what ops inside a block reveal: values read from real tensors, batch norm in training mode, random
-numbers.
+numbers, rows put in the places of a mask.
 
 Batch norm couples the samples of a batch, so a plan with it is not exact; random numbers must be tied to
-samples. The compiler has to know both, with their places.
+samples; rows go to other samples' places if a sample has more of them than places. The compiler has to know
+them with their places.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ _BATCH_NORM_OPS = (
     "_batch_norm_with_update",
 )
 _LENGTH_OPS = (torch.ops.aten._pack_padded_sequence.default, torch.ops.aten._ctc_loss.Tensor)
+_SCATTERS = frozenset({"masked_scatter", "masked_scatter_"})
+_PUTS = frozenset({"index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"})
+_SELECTIONS = frozenset({"index", "masked_select", "nonzero"})
 _DYNAMIC_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -39,6 +43,7 @@ class BlockWatch:
         self.reads_values = False
         self.hazards: dict[Hazard, None] = {}
         self.draws: list[RandomOpCall] = []
+        self._selecting: list[torch.Tensor] = []  # masks by which rows were selected
 
     def copy(self) -> BlockWatch:
         """Return an independent copy."""
@@ -65,6 +70,13 @@ class BlockWatch:
             func, args, kwargs, ("scale_grad_by_freq",), False
         ):
             self.note_hazard("frequency", str(func))
+        name = func._schema.name.removeprefix("aten::")
+        if name in _SELECTIONS:
+            self._selecting += filter(_is_bool, tree_leaves(args))
+        elif (mask := _mask_of_places(name, args)) is not None and not any(
+            mask is m for m in self._selecting
+        ):
+            self.note_hazard("placed_rows", str(func))
 
     def note_hazard(self, kind: str, what: str) -> None:
         """Note a hazard at the current source line."""
@@ -80,6 +92,24 @@ def _is_dynamic(func: Any) -> bool:
 @cache
 def _is_batch_norm(func: Any) -> bool:
     return func._schema.name.removeprefix("aten::").startswith(_BATCH_NORM_OPS)
+
+
+def _mask_of_places(name: str, args: Any) -> torch.Tensor | None:
+    """The mask in which an op puts rows, one in each place. None for other ops, and for values that are equal
+    for all places."""
+    if name in _SCATTERS:
+        return args[1]
+    if name not in _PUTS:
+        return None
+    masks = [i for i in args[1] if i is not None]
+    if len(masks) != 1 or not _is_bool(masks[0]):
+        return None
+    rows, found = args[2], 1 + args[0].dim() - masks[0].dim()
+    return masks[0] if rows.dim() == found and rows.shape[0] != 1 else None
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool
 
 
 def _is_mask(value: Any) -> bool:

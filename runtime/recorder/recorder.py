@@ -102,7 +102,8 @@ class Recorder:
 
     The model may be on the meta device; it is copied and never changed. With `keeps_scalars`, other scalars
     that forward returns are kept as well, and the tensors `kept_tensors` that it returns or gets;
-    `found_scalars` says whether there were any.
+    `found_scalars` says whether there were any. With `shows_placed_rows`, blocks that put rows in the places
+    of a mask are to be opened.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
@@ -114,7 +115,8 @@ class Recorder:
         self._state = {id(t): n for n, t in self._tensors.items()}
         self._paths = module_paths_by_id(self._model)
         self._suggested_parts = set[str]()  # in place of blocks inside which a caller collects results
-        self._split_blocks = set[str]()  # blocks with hooks inside, for which parts were suggested
+        self._opened_blocks = set[str]()  # blocks that hide what should be seen, which were opened
+        self.shows_placed_rows = False
         self._uses_random_values = False  # whether a module runs with random values now
         self._origins = TensorOrigins(
             self._state, {t.untyped_storage()._cdata: n for n, t in self._tensors.items()}
@@ -574,20 +576,8 @@ class Recorder:
     def _record_block(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Record the call of a block, and return its result without values."""
         watched = self._recorded_modules.hooked_submodule(path)
-        if (
-            watched is not None
-            and path not in self._split_blocks
-            and (parts := self._recorded_modules.parts_with_weights(path))
-        ):
-            self._split_blocks.add(path)  # only once: if its parts cannot be blocks, it becomes one after all
-            raise BlockError(
-                path,
-                None,
-                f"a forward hook reads the result of {watched}",
-                current_source_line(),
-                "take smaller blocks",
-                parts,
-            )
+        if watched is not None and self._recorded_modules.parts_with_weights(path):
+            self._wish_opened(path, f"a forward hook reads the result of {watched}", current_source_line())
         with self.pause_recording():
             call, rule = self._emit_block_call(path, args, kwargs), self._next_shape_rule(path, args, kwargs)
             unknown = nested_values.map_leaves(
@@ -600,6 +590,9 @@ class Recorder:
                 path, module, unknown, lambda: self._run_block(path, module, *unknown), rule, settings
             )
             self._running = "", set()
+            placing = next((h for h in result.hazards if h.kind == "placed_rows"), None)
+            if self.shows_placed_rows and placing is not None:
+                self._wish_opened(path, f"{placing.op} puts rows in the places of a mask", placing.where)
             out, new = result.build_fakes(
                 self._mode, [t for _, t in nested_values.iter_tensors((args, kwargs))]
             )
@@ -619,6 +612,19 @@ class Recorder:
             for drawn in result.draws:
                 self._note_random_op(drawn.placed_in_block(path, site))
         return forward_hooks.run_forward_hooks(module, args, kwargs, out)
+
+    def start_capture(self) -> None:
+        """Record for a plan from now on."""
+        self._opened_blocks.clear()
+        self.keeps_scalars = self.shows_placed_rows = True
+
+    def _wish_opened(self, path: str, reason: str, where: str) -> None:
+        """Raise the wish that a block is opened, because the capture should see inside; once only: if its
+        parts cannot be blocks, it becomes one after all."""
+        if path not in self._opened_blocks and not isinstance(self._modules[path], FunctionBlock):
+            self._opened_blocks.add(path)
+            parts = self._recorded_modules.parts_with_weights(path)
+            raise BlockError(path, None, reason, where, "take smaller blocks", parts, is_wish=True)
 
     def _next_shape_rule(self, path: str, args: Any, kwargs: Any) -> TensorShapes | None:
         """Return the shape rule of the next call, which is of this block. Raises RecordingEnded if the

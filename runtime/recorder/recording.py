@@ -36,7 +36,8 @@ class BlockError(UserError):
     path: the block, or the module outside of blocks, in which it happened. coarser: a module that would hide
     it if it were a block; None if only the whole model would. parts: modules inside the block that would show
     it if they were blocks in its place. functions: functions of the user's code that would hide it, outermost
-    first (`secc.runtime.model.function_blocks`).
+    first (`secc.runtime.model.function_blocks`). is_wish: the block is better opened, but is raised for once
+    only: it can stay a block if its parts cannot be blocks.
     """
 
     def __init__(
@@ -48,21 +49,24 @@ class BlockError(UserError):
         remedy: str = "",
         parts: Collection[str] = (),
         functions: Collection[str] = (),
+        is_wish: bool = False,
     ) -> None:
         super().__init__(message, where, remedy)
         self.path, self.coarser, self.parts = path, coarser, tuple(parts)
-        self.functions = tuple(functions)
+        self.functions, self.is_wish = tuple(functions), is_wish
 
     def suggest_blocks(self, blocks: Collection[str]) -> list[str] | None:
         """Return other blocks that may let a recording succeed: finer ones if these show more, else a coarser
         one; None if there are none."""
-        if self.parts:
-            return sorted(
-                {b for b in blocks if not any(p.startswith(f"{b}.") for p in self.parts)} | set(self.parts)
-            )
+        if self.parts or self.is_wish:
+            opened = {self.path} if self.is_wish else {b for b in blocks if self._has_parts_of(b)}
+            return sorted(set(blocks) - opened | set(self.parts))
         if self.coarser is None or self.coarser in blocks:
             return None
         return sorted({b for b in blocks if not b.startswith(f"{self.coarser}.")} | {self.coarser})
+
+    def _has_parts_of(self, block: str) -> bool:
+        return any(p.startswith(f"{block}.") for p in self.parts)
 
 
 class NeedsValues(BlockError):
@@ -129,7 +133,8 @@ class Hazard:
 
     kind: "batch_norm" (in a module of torch's), "batch_statistics" (a batch norm in other code), "frequency"
     or "state" (`op` is then the name of a parameter or buffer) for what couples samples inside a block;
-    "autocast" for a region of a device that this machine does not have.
+    "placed_rows" for rows that a block puts in the places of a mask; "autocast" for a region of a device that
+    this machine does not have.
     """
 
     path: str

@@ -21,16 +21,25 @@ from torch import nn
 IMAGE, ODD = 1, ODD_SAMPLES
 
 
+class Merge(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(30, 8)
+
+    def forward(self, ids, seen):
+        x = self.embed(ids)
+        if seen is not None:
+            PLACE_ROWS
+        return x
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.tower, self.embed, self.head = nn.Linear(6, 8), nn.Embedding(30, 8), nn.Linear(8, 30)
+        self.tower, self.merge, self.head = nn.Linear(6, 8), Merge(), nn.Linear(8, 30)
 
     def forward(self, ids, labels, images=None):
-        x = self.embed(ids)
-        if images is not None:
-            seen = self.tower(images)
-            PLACE_ROWS
+        x = self.merge(ids, images if images is None else self.tower(images))
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
@@ -79,7 +88,7 @@ def test_a_later_sample_with_other_numbers_of_places_and_rows_is_refused(way: st
         batch = compiled.user.collate([compiled.user.dataset()[sample]])
         with pytest.raises(UserError, match=f"{places} places for the sample's {rows} rows") as error:
             codec.make_record(sample, batch)
-        assert f"dataset()[{sample}]" in error.value.message and error.value.where == "model.py:17"
+        assert f"dataset()[{sample}]" in error.value.message and error.value.where == "model.py:16"
     codec.make_record(303, compiled.user.collate([compiled.user.dataset()[303]]))
 
 

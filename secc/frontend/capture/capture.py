@@ -201,7 +201,7 @@ def _capture_with_blocks(
     recorder: Recorder,
 ) -> Capture:
     """Captures `model` with the functions that it has as blocks; see `capture_model`."""
-    recorder.keeps_scalars, recorder.kept_tensors = True, user.metric_tensors
+    recorder.kept_tensors = user.metric_tensors
     batches = {p: ProbeBatches(user, survey, inputs, p, recorder) for p in survey.micro_batch_patterns()}
     frontier = select_blocks(
         model,
@@ -211,6 +211,7 @@ def _capture_with_blocks(
         recorder,
         before and before.module_calls,
     )
+    recorder.start_capture()
     row_symbols = RowSymbols({s.name for s in inputs.symbols})
     cases, recordings = _CaseFinder(
         model, frontier, frozenset(survey.pattern_counts), batches, cut, row_symbols
@@ -336,7 +337,9 @@ class _CaseFinder:
         calls = self.frontier.module_calls.get(around or "")
         if isinstance(error, BlockError) and error.functions and calls is not None and calls.returned_loss:
             raise error  # a function hides less
-        if isinstance(error, BlockError) and error.parts:
+        if isinstance(error, BlockError) and (error.parts or error.is_wish):
+            if error.is_wish:
+                self.tried_blocks.discard(frozenset(blocks))
             self.frontier.notes.append(
                 CaptureNote(error.path, f"its parts are blocks, because {error.message}", error.where)
             )
