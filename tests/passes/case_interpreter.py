@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from xdsl.ir import SSAValue
 
+from secc.errors import UserError
 from secc.ir.dialect import argument_template
 from secc.ir.dialect.ops import (
     CallOp,
@@ -20,6 +21,7 @@ from secc.ir.dialect.ops import (
     InputOp,
     LeafOp,
     ParamOp,
+    PlacedRowsOp,
     ReturnOp,
     SizeOp,
     TermOp,
@@ -94,10 +96,13 @@ def _arguments(op: CallOp | GlueOp, env: Env, sizes: Mapping[str, int]) -> tuple
 def distributed_loss(
     case: CaseOp, micro_batches: Sequence[Source], samples: Sequence[Source], whole: Mapping[str, int]
 ) -> torch.Tensor:
-    """The loss as a plan computes it: numerators by micro-batch, leaves by sample, coefficients once."""
+    """The loss as a plan computes it: numerators by micro-batch, leaves by sample, coefficients once. Raises
+    UserError where a rank would for a sample's numbers of places and rows."""
     runs = [forward(case, m) for m in micro_batches]
     known: Env = {}
     each = [forward(case, s) for s in samples]
+    for sample, env in zip(samples, each, strict=True):
+        _check_placed_rows(case, sample, env)
     for op in case.ops:
         match op:
             case LeafOp():
@@ -124,3 +129,12 @@ def distributed_loss(
             assert op.constant is not None
             loss = loss + float(op.constant.data)
     return loss
+
+
+def _check_placed_rows(case: CaseOp, sample: Source, env: Env) -> None:
+    for op in case.ops:
+        if isinstance(op, PlacedRowsOp):
+            places, *counts = (float(env[o]) for o in op.operands)
+            rows = float(expr_eval.evaluate_expr(op.rows.data, sample.sizes)) * (counts[0] if counts else 1)
+            if places != rows:
+                raise UserError(f"not separable: a sample has {places:g} places for {rows:g} rows")

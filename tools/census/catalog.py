@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tools.census.recipes import find_recipe
+from tools.census.recipes import RecipeError, find_recipe
 from tools.census.small_configs import LABELS, Sizes, small_config
 from tools.zoo_models import entries as zoo_entries
 from tools.zoo_models import entry as zoo_entry
@@ -65,6 +66,7 @@ FAMILIES = (
     Family("hidden states", "BASE", "hidden"),
 )
 _BASE = "MODEL_MAPPING_NAMES"
+STAGES = 4  # hidden states of a backbone below a head that gives a value for each pixel
 MOST_PARAMETERS = 20_000_000  # of a model with the widths that its class has by default
 _JOINED_TASKS = ("multimodal", "speech", "seq2seq")  # of models whose parts fit certain inputs only
 
@@ -159,7 +161,13 @@ class ModelRow(TaskRow):
         options: dict[str, Any] = {}
         if self.task in ("classes", "tokens", "segmentation", "detection", "masks"):
             options["num_labels"] = LABELS
-        config = quiet(small_config(CONFIG_MAPPING[self.model_type], self.sizes, **options))
+        if self.task in ("segmentation", "depth"):
+            options["stages"] = STAGES
+        kind = CONFIG_MAPPING[self.model_type]
+        own = getattr(getattr(T, self.class_name), "config_class", None)
+        if own is not None and own.model_type in (f"{self.model_type}_decoder", f"{self.model_type}_text"):
+            kind = own  # of a part of the model type, such as the decoder alone
+        config = quiet(small_config(kind, self.sizes, **options))
         if self.sizes is Sizes.DEPTHS:
             with torch.device("meta"):
                 count = sum(p.numel() for p in getattr(T, self.class_name)(config).parameters())
@@ -183,6 +191,8 @@ def first_of_sizes(row: ModelRow, make: Callable[[ModelRow], RowEntry]) -> RowEn
                 made if sizes is Sizes.ALL else replace(made, inputs=f"{made.inputs}; small: {sizes.value}")
             )
     assert first is not None
+    if row.task != "hidden" and "loss" not in inspect.getsource(getattr(T, row.class_name).forward):
+        raise RecipeError(f"{row.class_name}: forward returns no loss that trains") from first
     raise first
 
 

@@ -52,7 +52,7 @@ class Modality:
 
 
 class RecipeError(Exception):
-    """No recipe trains in plain PyTorch; the message is the last one's error."""
+    """No recipe trains in plain PyTorch; the message is the first one's error."""
 
 
 def config_value(config: Any, *names: str, default: Any = None) -> Any:
@@ -70,14 +70,16 @@ def config_value(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def find_recipe(task: str, model: nn.Module) -> Recipe:
-    """The first recipe of `task` that plain PyTorch trains on `model`. Raises RecipeError if none does."""
-    error: Exception = RecipeError(f"no recipe for {task}")
+    """The first recipe of `task` that plain PyTorch trains on `model`. Raises RecipeError, with the first one's
+    error, if none does."""
+    error: Exception | None = None
     for recipe in recipes(task, model):
         try:
             try_recipe(model, recipe)
             return recipe
         except Exception as failed:  # whatever the model's code raises
-            error = failed
+            error = error or failed
+    error = error or RecipeError(f"no recipe for {task}")
     raise RecipeError(f"{type(error).__name__}: {error}") from error
 
 
@@ -126,6 +128,9 @@ def recipes(task: str, model: nn.Module) -> Iterator[Recipe]:
         yield from _speech(names, config)
         yield from _language("multimodal", names, config, model)
     elif label is not None:
+        if text and names & _MODAL:
+            for base in _language("multimodal", names, config, model):
+                yield _with_labels(base, label, config)
         for base in _plain_inputs(names, config, choices=2 if task == "choice" else 0):
             yield _with_labels(base, label, config)
 
@@ -134,17 +139,17 @@ def _with_labels(
     base: Recipe, label: Callable[[torch.Generator, Sample, Any], Sample], config: Any
 ) -> Recipe:
     def draw(g: torch.Generator) -> Sample:
-        sample = base.draw(g)
+        sample = {k: v for k, v in base.draw(g).items() if k != "labels"}
         return sample | label(g, sample, config)
 
     batching = base.batching
-    padded = {**batching.padded, "labels": IGNORED}
+    padded = {k: v for k, v in batching.padded.items() if k != "labels"}
     ragged = label in (_token_labels, _ctc_labels)
     return Recipe(
         base.name,
         draw,
         Batching(
-            padded if ragged else batching.padded,
+            {**padded, "labels": IGNORED} if ragged else padded,
             batching.joined,
             batching.listed | ({"labels", "mask_labels", "class_labels"} if label in _LISTED else set()),
             batching.masks,
@@ -224,32 +229,15 @@ def image_shape(config: Any) -> tuple[int, int, int]:
     return int(channels), int(size), int(size)
 
 
+_SEEN = {"pixel_values", "input_features", "image", "pixel_values_videos"}
+
+
 def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Recipe]:
     """Inputs without labels, by forward's parameters: text, boxes of words, images, clips, sounds."""
     channels, height, _ = image_shape(config)
     masked = {"input_ids": "attention_mask"} if "attention_mask" in names else {}
-    if "input_ids" in names and "pixel_values" not in names and "input_features" not in names:
-        for lengths, end in (((5, 18), []), (FIXED, []), ((5, 18), [END])):
-            fixed = lengths == FIXED
-
-            def text(g: torch.Generator, lengths: tuple[int, int] = lengths, end: list[int] = end) -> Sample:
-                ids = torch.cat([words(g, lengths), torch.tensor(end, dtype=torch.long)])
-                if choices:
-                    others = (words(g, (len(ids), len(ids) + 1)) for _ in range(choices - 1))
-                    return {"input_ids": torch.stack([ids, *others])}
-                sample: Sample = {"input_ids": ids}
-                if "bbox" in names:
-                    corners = torch.randint(0, 50, (len(ids), 2), generator=g)
-                    sample["bbox"] = torch.cat([corners, corners + 20], 1)
-                return sample
-
-            if choices:
-                if fixed:
-                    yield Recipe("fixed text", text, Batching())
-                continue
-            batching = Batching({"input_ids": 0, "bbox": 0}, masks=masked)
-            name = "fixed text" if fixed else "text with an end" if end else "text"
-            yield Recipe(name, text, batching)
+    if "input_ids" in names and not names & _SEEN:
+        yield from _texts(names, config, choices)
         return
     if "input_ids" in names and ("pixel_values" in names or "image" in names):
         key = "pixel_values" if "pixel_values" in names else "image"
@@ -265,6 +253,7 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
                 return sample
 
             yield Recipe("text and image", pair, Batching({"input_ids": 0, "bbox": 0}, masks=masked))
+        yield from _texts(names, config, choices)
         return
     yield from _patches_with_grids(names, config)
     if {"pixel_attention_mask", "spatial_shapes"} <= names:
@@ -307,15 +296,48 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
         length = 2 * int(config_value(config, "max_source_positions", default=32))
         heard = {"input_features_mask": torch.ones(length, dtype=torch.long)}
         heard = heard if "input_features_mask" in names else {}
-        yield Recipe(
-            "spectrograms of one length",
-            lambda g: {"input_features": noise(g, mels, length)} | heard,
-            Batching(),
-        )
+        for shape in ((mels, length), (length, mels)):
+
+            def fixed(g: torch.Generator, shape: tuple[int, int] = shape) -> Sample:
+                return {"input_features": noise(g, *shape)} | heard
+
+            yield Recipe("spectrograms of one length", fixed, Batching())
     if "past_values" in names:
         length = int(config_value(config, "context_length", default=32))
         inputs = int(config_value(config, "num_input_channels", default=1))
         yield Recipe("series", _drawn("past_values", length, inputs), Batching())
+
+
+def _texts(names: set[str], config: Any, choices: int) -> Iterator[Recipe]:
+    """Texts, of various lengths or of one, with a token at the end or with three separators; `choices` of equal
+    length if that is not 0."""
+    masked = {"input_ids": "attention_mask"} if "attention_mask" in names else {}
+    separator = int(config_value(config, "sep_token_id", default=END))
+    forms = {
+        "text": ((5, 18), []),
+        "fixed text": (FIXED, []),
+        "text with an end": ((5, 18), [END]),
+        "text with separators": (FIXED if choices else (5, 18), [separator, separator, 3, separator]),
+    }
+    for name, (lengths, end) in forms.items():
+
+        def text(g: torch.Generator, lengths: tuple[int, int] = lengths, end: list[int] = end) -> Sample:
+            behind = torch.tensor(end, dtype=torch.long)
+            ids = torch.cat([words(g, lengths), behind])
+            if choices:
+                size = len(ids) - len(behind)
+                others = (torch.cat([words(g, (size, size + 1)), behind]) for _ in range(choices - 1))
+                return {"input_ids": torch.stack([ids, *others])}
+            sample: Sample = {"input_ids": ids}
+            if "bbox" in names:
+                corners = torch.randint(0, 50, (len(ids), 2), generator=g)
+                sample["bbox"] = torch.cat([corners, corners + 20], 1)
+            return sample
+
+        if not choices:
+            yield Recipe(name, text, Batching({"input_ids": 0, "bbox": 0}, masks=masked))
+        elif lengths == FIXED:
+            yield Recipe(name, text, Batching())
 
 
 def _patches_with_grids(names: set[str], config: Any) -> Iterator[Recipe]:

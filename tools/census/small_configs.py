@@ -71,7 +71,14 @@ _NUMBERS: dict[str, Any] = {
     "use_cache": False,
 }
 # Numbers that some classes leave open.
-_FILLED = ("head_dim", "num_experts_per_tok", "n_routed_experts", "num_key_value_heads", "decoder_vocab_size")
+_FILLED = (
+    "head_dim",
+    "num_experts_per_tok",
+    "n_routed_experts",
+    "num_key_value_heads",
+    "decoder_vocab_size",
+    "vocab_size",
+)
 _SILENT = re.compile(r"drop|mask_time_prob|mask_feature_prob|jitter|apply_spec_augment")
 _DEPTH = re.compile(r"depths?$|num_layers|layers_per|repeats|num_blocks|blocks_per")
 _SMALL_ANYWAY = re.compile(r"vocab|image_size|position|num_labels|num_frames|num_mel_bins|layers?$")
@@ -80,6 +87,14 @@ _SPECIAL_TOKEN = re.compile(r"_(token_id|token_index)$")
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "depth")
+_LAYER_CHOICES = (
+    "backbone_out_indices",
+    "window_block_indices",
+    "global_attn_indexes",
+    "intermediate_hidden_state_indices",
+)
+
 # In place of a backbone of timm, which is loaded by its name.
 _RESNET = T.ResNetConfig(embedding_size=16, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1])
 _RESNET.out_features = ["stage2", "stage3", "stage4"]  # type: ignore[attr-defined]
@@ -87,6 +102,7 @@ _RESNET.out_features = ["stage2", "stage3", "stage4"]  # type: ignore[attr-defin
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     **{
         t: {"backbone_config": _RESNET, "use_timm_backbone": False, "use_pretrained_backbone": False}
+        | {"encoder_attention_heads": 8, "decoder_attention_heads": 8}
         for t in ("detr", "conditional_detr", "dab-detr", "deformable_detr", "table-transformer")
     },
     **{f"{t}_text": {"rope_parameters": _MROPE} for t in ("glm4v", "glm_ocr", "qwen2_vl", "qwen2_5_vl")},
@@ -121,6 +137,29 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
     "xmod": {"default_language": "en_XX"},
+    "dbrx": {"attn_config": T.DbrxConfig().attn_config.__class__(kv_n_heads=2, rope_theta=10000.0)},
+    "esmc": {"vocab_size": VOCABULARY},
+    "layoutlmv3": {"coordinate_size": 5, "shape_size": 6},
+    "lilt": {"hidden_size": 48, "intermediate_size": 96},
+    "nystromformer": {"segment_means_seq_len": 16, "num_landmarks": 4},
+    "perceiver": {"num_latents": 8, "d_latents": HIDDEN, "num_self_attends_per_block": 2},
+    "hgnet_v2": {
+        "stem_channels": [3, 16, 16],
+        "stage_in_channels": [16, 16, 32, 32],
+        "stage_mid_channels": [16, 16, 16, 16],
+        "stage_out_channels": [16, 32, 32, 64],
+        "stage_numb_of_layers": [2, 2, 2, 2],
+        "hidden_sizes": [16, 32, 32, 64],
+        "embedding_size": 16,
+    },
+    **{t: {"num_blocks": 1} for t in ("eomt", "eomt_dinov3", "videomt")},
+    "lw_detr_vit": {"num_windows": 4},
+    "lw_detr": {"num_windows": 4, "projector_scale_factors": [1.0]},
+    "bridgetower": {"hidden_size": 64},
+    **{
+        t: {"prediction_length": 4, "context_length": 12}
+        for t in ("time_series_transformer", "autoformer", "informer")
+    },
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "longcat_flash": {"qk_head_dim": 2 * HIDDEN // HEADS},
 }
@@ -139,7 +178,7 @@ def small_config(
     kind: type[T.PreTrainedConfig], sizes: Sizes = Sizes.ALL, **given: Any
 ) -> T.PreTrainedConfig:
     """A small configuration of class `kind`; `given` values go over what the rules choose."""
-    config = kind(**_small_values(kind(), Tokens(), sizes) | given)
+    config = kind(**_small_values(kind(), Tokens(), sizes, given.pop("stages", 0)) | given)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
         if vars(config).get(name) is None:
             setattr(config, name, _NUMBERS[name])
@@ -157,8 +196,11 @@ class Tokens:
         return self.next - 1
 
 
-def _small_values(config: T.PreTrainedConfig, tokens: Tokens, sizes: Sizes) -> dict[str, Any]:
-    """Keyword arguments of the configuration class for a small model."""
+def _small_values(
+    config: T.PreTrainedConfig, tokens: Tokens, sizes: Sizes, stages: int = 0
+) -> dict[str, Any]:
+    """Keyword arguments of the configuration class for a small model; a backbone gives the hidden states of
+    `stages` layers if that is not 0."""
     values = dict[str, Any]()
     names = inspect.signature(type(config).__init__).parameters
     base = inspect.signature(T.PreTrainedConfig.__init__).parameters
@@ -177,6 +219,7 @@ def _small_values(config: T.PreTrainedConfig, tokens: Tokens, sizes: Sizes) -> d
         if new is not old:
             values[name] = new
     _fit_layer_types(config, values)
+    _fit_layer_choices(config, values, stages)
     return values | copy.deepcopy(EXCEPTIONS.get(config.model_type, {}))
 
 
@@ -202,6 +245,8 @@ def _small_value(name: str, old: Any, config: T.PreTrainedConfig, tokens: Tokens
         return min(old, _NUMBERS[name]) if old > 0 else old
     if isinstance(old, int) and old >= 64 and re.search(r"dim|size|channels|width|rank|units", name):
         return HIDDEN
+    if isinstance(old, int) and old > HEADS and re.search(r"_heads$", name):
+        return HEADS
     if (
         isinstance(old, list | tuple)
         and name in ("image_size", "patch_size")
@@ -213,6 +258,8 @@ def _small_value(name: str, old: Any, config: T.PreTrainedConfig, tokens: Tokens
             return type(old)(min(o, 1) for o in old)
         if re.search(r"dim|size|channels|width", name) and max(old) >= 64:
             ranks = sorted(set(old))
+            if len(ranks) == 1:
+                return type(old)(HIDDEN for _ in old)
             return type(old)(min(16 * 2 ** ranks.index(o), 64) for o in old)
         if re.search(r"heads", name):
             return type(old)(min(o, 2) for o in old)
@@ -226,6 +273,31 @@ def _keeps_size(name: str, old: Any, sizes: Sizes) -> bool:
         return name not in ("image_size", "patch_size")
     kept = isinstance(old, int) and not isinstance(old, bool) and not name.endswith("_id")
     return sizes is Sizes.DEPTHS and kept and not _SMALL_ANYWAY.search(name)
+
+
+def _fit_layer_choices(config: T.PreTrainedConfig, values: dict[str, Any], stages: int) -> None:
+    """Chooses layers that the small model has, where a configuration names some by number: as many as before
+    for what a backbone gives, those that are left for others. Backbones of stages keep theirs."""
+    layers = next((n for n in _LAYER_COUNTS if n in values), None)
+    given = vars(config).get("_out_indices")
+    if given is not None and (stages or len(given) > 1):
+        chosen = stages or len(given)
+        if layers is not None:
+            values[layers] = max(values[layers], chosen)
+            values["out_indices"] = [values[layers] - chosen + 1 + i for i in range(chosen)]
+        elif not stages:
+            values["out_indices"] = list(given)
+    if layers is None:
+        return
+    for name in _LAYER_CHOICES:
+        old = vars(config).get(name)
+        if not isinstance(old, list | tuple):
+            continue
+        if name == "backbone_out_indices":
+            values[layers] = max(values[layers], len(old))
+            values[name] = list(range(values[layers] - len(old), values[layers]))
+        else:
+            values[name] = [i for i in old if i < values[layers]]
 
 
 def _fit_layer_types(config: T.PreTrainedConfig, values: dict[str, Any]) -> None:
