@@ -20,7 +20,7 @@ from torch import nn
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
 from secc.errors import InexactPlan, UserError
-from secc.frontend.capture.batch_decisions import BatchDecisions
+from secc.frontend.capture.batch_decisions import BLOCK_RESULT, BatchDecisions
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
 from secc.frontend.dataset.padding_policy import WidthsReason
 from secc.frontend.tp_search.token_mixing import find_token_mixing
@@ -235,7 +235,7 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         compiled.captured_model.meta,
         compiled.captured_model.capture,
     )
-    for where, samples in decisions.find_differing_batches(pattern):
+    for cause, where, samples in decisions.find_differing_batches(pattern):
         reference = _run_reference(compiled, rank, samples)
         try:
             parts = rank.compare_step(samples, 1, reference)
@@ -245,14 +245,13 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         if not parts.is_exact and rank.compare_step(samples, len(samples), reference).is_exact:
             refuse_faults_of_one(compiled, rank, samples, reference)
             message = (
-                "the loss depends on a value that Python reads of the whole batch: the loss of "
-                f"{len(samples)} samples together is not that of the same samples in micro-batches"
+                f"{cause}: the loss of {len(samples)} samples together is not that of the same samples in"
+                " micro-batches"
             )
-            raise UserError(
-                message,
-                where or str(compiled.user.path),
-                "decide for each sample, with torch.where or a mask",
-            )
+            remedy = "decide for each sample, with torch.where or a mask"
+            if cause == BLOCK_RESULT:
+                remedy += "; and compute nothing over the samples, such as a maximum of all of them"
+            raise UserError(message, where or str(compiled.user.path), remedy)
 
 
 def _check_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset[str]) -> PatternCheck:

@@ -103,7 +103,7 @@ def test_conditions_inside_blocks_are_compared_at_global_batch_size(
         assert check_exactness(made, required=True).plan.checks["patterns"]
         return
     with pytest.raises(
-        UserError, match="the loss depends on a value that Python reads of the whole batch"
+        UserError, match="the loss depends on what a block computes of the whole batch"
     ) as error:
         check_exactness(made, required=True)
     assert error.value.where.endswith("model.py:12")

@@ -70,8 +70,8 @@ def config_value(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def find_recipe(task: str, model: nn.Module) -> Recipe:
-    """The first recipe of `task` that plain PyTorch trains on `model`. Raises RecipeError, with the first one's
-    error, if none does."""
+    """The first recipe of `task` that plain PyTorch trains on `model`. Raises RecipeError, with the error
+    of the first, if none does."""
     error: Exception | None = None
     for recipe in recipes(task, model):
         try:
@@ -309,8 +309,8 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
 
 
 def _texts(names: set[str], config: Any, choices: int) -> Iterator[Recipe]:
-    """Texts, of various lengths or of one, with a token at the end or with three separators; `choices` of equal
-    length if that is not 0."""
+    """Texts, of various lengths or of one, with a token at the end or with three separators; `choices` of one
+    length each if that is not 0."""
     masked = {"input_ids": "attention_mask"} if "attention_mask" in names else {}
     separator = int(config_value(config, "sep_token_id", default=END))
     forms = {

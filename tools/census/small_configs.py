@@ -141,7 +141,6 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "esmc": {"vocab_size": VOCABULARY},
     "layoutlmv3": {"coordinate_size": 5, "shape_size": 6},
     "lilt": {"hidden_size": 48, "intermediate_size": 96},
-    "nystromformer": {"segment_means_seq_len": 16, "num_landmarks": 4},
     "perceiver": {"num_latents": 8, "d_latents": HIDDEN, "num_self_attends_per_block": 2},
     "hgnet_v2": {
         "stem_channels": [3, 16, 16],
