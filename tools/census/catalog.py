@@ -66,6 +66,7 @@ FAMILIES = (
     Family("hidden states", "BASE", "hidden"),
 )
 _BASE = "MODEL_MAPPING_NAMES"
+_PARTS = ("decoder", "text", "vision", "vision_model")
 STAGES = 4  # hidden states of a backbone below a head that gives a value for each pixel
 MOST_PARAMETERS = 20_000_000  # of a model with the widths that its class has by default
 _JOINED_TASKS = ("multimodal", "speech", "seq2seq")  # of models whose parts fit certain inputs only
@@ -165,7 +166,7 @@ class ModelRow(TaskRow):
             options["stages"] = STAGES
         kind = CONFIG_MAPPING[self.model_type]
         own = getattr(getattr(T, self.class_name), "config_class", None)
-        if own is not None and own.model_type in (f"{self.model_type}_decoder", f"{self.model_type}_text"):
+        if own is not None and own.model_type in {f"{self.model_type}_{part}" for part in _PARTS}:
             kind = own  # of a part of the model type, such as the decoder alone
         config = quiet(small_config(kind, self.sizes, **options))
         if self.sizes is Sizes.DEPTHS:

@@ -356,8 +356,9 @@ def compound_rows() -> dict[str, Row]:
         if isinstance(row, ModelRow):
             inside = f"{model_type}_vision_model"  # of a model of images and texts
             kind = inside if inside in bases else model_type
-            base = bases[kind]
-            own = ModelRow(name, "base", kind, base if isinstance(base, str) else base[0])
+            base = bases[kind] if isinstance(bases[kind], str) else bases[kind][0]
+            part = base.removesuffix("Model") + "VisionModel"
+            own = ModelRow(name, "base", kind, part if hasattr(T, part) else base)
             rows[f"tower/{model_type}"] = TowerRow(f"tower/{model_type}", own)
     for class_name in DIFFUSERS:
         rows[f"diffusers/{class_name}"] = DiffusersRow(f"diffusers/{class_name}", class_name)

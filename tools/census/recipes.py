@@ -131,7 +131,11 @@ def recipes(task: str, model: nn.Module) -> Iterator[Recipe]:
         if text and names & _MODAL:
             for base in _language("multimodal", names, config, model):
                 yield _with_labels(base, label, config)
-        for base in _plain_inputs(names, config, choices=2 if task == "choice" else 0):
+        if task == "ctc" and "decoder_input_ids" in names:
+            label = _transducer_labels
+        for base in _plain_inputs(
+            names - {"decoder_input_ids"}, config, choices=2 if task == "choice" else 0
+        ):
             yield _with_labels(base, label, config)
 
 
@@ -149,7 +153,7 @@ def _with_labels(
         base.name,
         draw,
         Batching(
-            {**padded, "labels": IGNORED} if ragged else padded,
+            {**padded, "labels": IGNORED} if ragged else padded | _transducer_padding(label, config),
             batching.joined,
             batching.listed | ({"labels", "mask_labels", "class_labels"} if label in _LISTED else set()),
             batching.masks,
@@ -184,6 +188,21 @@ def _span(g: torch.Generator, sample: Sample, config: Any) -> Sample:
 def _ctc_labels(g: torch.Generator, sample: Sample, config: Any) -> Sample:
     classes = int(config_value(config, "vocab_size", default=WORDS))
     return {"labels": torch.randint(3, min(classes, WORDS), (integer(g, 1, 4),), generator=g)}
+
+
+def _transducer_labels(g: torch.Generator, sample: Sample, config: Any) -> Sample:
+    labels = words(g, (1, 4))
+    first = torch.tensor([config.blank_token_id])
+    return {"labels": labels, "decoder_input_ids": torch.cat([first, labels])}
+
+
+def _transducer_padding(label: Any, config: Any) -> dict[str, float]:
+    """What labels of a transducer are padded with: a model that predicts durations tells them by its padding
+    token, another one by the blank."""
+    if label is not _transducer_labels:
+        return {}
+    end = config.pad_token_id if getattr(config, "durations", None) else config.blank_token_id
+    return {"labels": end, "decoder_input_ids": config.blank_token_id}
 
 
 def _pixel_labels(g: torch.Generator, sample: Sample, config: Any) -> Sample:
@@ -229,7 +248,8 @@ def image_shape(config: Any) -> tuple[int, int, int]:
     return int(channels), int(size), int(size)
 
 
-_SEEN = {"pixel_values", "input_features", "image", "pixel_values_videos"}
+_HEARD = {"input_features", "input_values"}
+_SEEN = {"pixel_values", "image", "pixel_values_videos", *_HEARD}
 
 
 def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Recipe]:
@@ -254,6 +274,10 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
 
             yield Recipe("text and image", pair, Batching({"input_ids": 0, "bbox": 0}, masks=masked))
         yield from _texts(names, config, choices)
+        return
+    if "input_ids" in names and names & _HEARD and "pixel_values" not in names:
+        for heard in _plain_inputs(names - {"input_ids"}, config):
+            yield _with_text(heard)
         return
     yield from _patches_with_grids(names, config)
     if {"pixel_attention_mask", "spatial_shapes"} <= names:
@@ -305,7 +329,32 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
     if "past_values" in names:
         length = int(config_value(config, "context_length", default=32))
         inputs = int(config_value(config, "num_input_channels", default=1))
+        if "past_time_features" in names:
+            yield Recipe("series with features of time", _forecast(config), Batching())
         yield Recipe("series", _drawn("past_values", length, inputs), Batching())
+
+
+def _forecast(config: Any) -> Draw:
+    """A series and what follows it, with features of each time."""
+    length = config.context_length + max(config.lags_sequence)
+
+    def series(g: torch.Generator) -> Sample:
+        sample: Sample = {}
+        for name, count in (("past", length), ("future", config.prediction_length)):
+            sample[f"{name}_values"] = noise(g, count)
+            sample[f"{name}_time_features"] = noise(g, count, config.num_time_features)
+        return sample | {"past_observed_mask": torch.ones(length)}
+
+    return series
+
+
+def _with_text(base: Recipe) -> Recipe:
+    """The inputs of a recipe with a text of one length."""
+
+    def draw(g: torch.Generator) -> Sample:
+        return {"input_ids": words(g, FIXED)} | base.draw(g)
+
+    return Recipe(f"fixed text and {base.name}", draw, base.batching)
 
 
 def _texts(names: set[str], config: Any, choices: int) -> Iterator[Recipe]:
