@@ -55,12 +55,13 @@ FITTED_FIELDS = (
     "working",
     "again",
     "again_moved",
+    "unneeded",
     "routed",
     "routed_work",
     "exchanged",
     "queries",
 )
-WORK_FIELDS = frozenset({"work", "attention_work", "again", "routed_work"})
+WORK_FIELDS = frozenset({"work", "attention_work", "again", "unneeded", "routed_work"})
 
 
 def annotate_calls(
@@ -158,6 +159,8 @@ def _annotate_call(call: CallOp, cost: CallCost, prefix: str) -> None:
             key: StringAttr(size_expr.format_expr(getattr(cost, key)))
             for key in ("kept", "working", "again", "again_moved")
         }
+        if cost.unneeded != 0:
+            attributes["unneeded"] = StringAttr(size_expr.format_expr(cost.unneeded))
     call.attributes |= {prefix + key: value for key, value in attributes.items()}
 
 

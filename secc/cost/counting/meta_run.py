@@ -69,7 +69,8 @@ class BlockCounts:
     moved: bytes moved by operations other than products. saved: bytes kept for backward. ops: operations
         issued.
     kept: bytes kept for backward if all units are recomputed. working: additional bytes of one second run.
-    again, again_moved: work and bytes moved of all second runs.
+    again, again_moved: work and bytes moved of all second runs. unneeded: work of products at the ends of
+        units, after all that their backwards need: second runs stop before them.
     narrowest_dim: smallest weight dimension of the products that take most time.
     units_in_order: each unit ran at most once, in the order of declaration.
     exchanged: bytes of keys and values, each head once, that layers attend to. queries: those of queries and
@@ -93,6 +94,7 @@ class BlockCounts:
     live_bytes: tuple[int, ...] = ()
     routed: int = 0
     routed_work: int = 0
+    unneeded: int = 0
     exchanged: int = 0
     queries: int = 0
     key_heads: int = 0
@@ -222,7 +224,9 @@ class _OpCounter(TorchDispatchMode):
         self._saved, self._tensors, self._efficiency, self._live = saved, tensors, efficiency, live
         # FLOPs of products by their smallest weight dimension.
         self._flops, self._recomputed_flops = Counter[int](), Counter[int]()
-        self._routed_flops = Counter[int]()
+        self._routed_flops, self._unneeded_flops = Counter[int](), Counter[int]()
+        # Products in the last run of a unit that nothing was saved after yet: FLOPs by dimension, and where.
+        self._unsaved_flops, self._unsaved_place = Counter[int](), (0, 0)
         self.attention = self._recomputed_attention = self._moved = self._recomputed_moved = self._ops = 0
         self.exchanged = self.queries = self.key_heads = 0
         self._last_was_attention = False
@@ -276,12 +280,29 @@ class _OpCounter(TorchDispatchMode):
             dim = self._narrowest_dim(name, args)
             self._flops[dim] += flops
             self._routed_flops[dim] += flops if name == "_grouped_mm" else 0
-            self._recomputed_flops[dim] += flops if self._saved.is_inside_unit else 0
+            if self._saved.is_inside_unit and name == "_grouped_mm":
+                self._recomputed_flops[dim] += flops  # experts are priced by rows
+            elif self._saved.is_inside_unit:
+                self._settle_unsaved()
+                self._unsaved_place = self._saved.place_in_unit()
+                self._unsaved_flops[dim] += flops
             return
         read = _tensor_leaves(out) if name in GATHER_OPS else _tensor_leaves(args)
         size = sum(t.numel() * t.element_size() for t in (*read, *_tensor_leaves(out)) if has_no_values(t))
         self._moved += size
         self._recomputed_moved += size if self._saved.is_inside_unit else 0
+
+    def _settle_unsaved(self) -> None:
+        """Counts products that were not known to be needed again, once anything else happens."""
+        if not self._unsaved_flops:
+            return
+        if self._saved.has_saved_after(self._unsaved_place):
+            self._recomputed_flops += self._unsaved_flops
+        elif self._unsaved_place != self._saved.place_in_unit() or not self._saved.is_inside_unit:
+            self._unneeded_flops += self._unsaved_flops
+        else:
+            return  # more products after the same save
+        self._unsaved_flops = Counter[int]()
 
     def _narrowest_dim(self, name: str, args: Any) -> int:
         """The smallest dimension of a product's weight (of one expert's, where weights are stacked).
@@ -325,13 +346,18 @@ class _OpCounter(TorchDispatchMode):
             self.exchanged,
             self.queries,
         )
-        flops = (Counter(self._flops), Counter(self._recomputed_flops), Counter(self._routed_flops))
-        return OpCounts(*flops, totals)
+        needed, unneeded = Counter(self._recomputed_flops), Counter(self._unneeded_flops)
+        if self._unsaved_flops:  # snapshots are taken between layers
+            (needed if self._saved.has_saved_after(self._unsaved_place) else unneeded).update(
+                self._unsaved_flops
+            )
+        return OpCounts(Counter(self._flops), needed, unneeded, Counter(self._routed_flops), totals)
 
     def add_counts(self, more: OpCounts) -> None:
         """Add the counts of a layer that is skipped because an equal one ran."""
         self._flops += more.flops
         self._recomputed_flops += more.recomputed_flops
+        self._unneeded_flops += more.unneeded_flops
         self._routed_flops += more.routed_flops
         attention, recomputed_attention, moved, recomputed_moved, ops, saved, kept, exchanged, queries = (
             more.totals
@@ -348,8 +374,10 @@ class _OpCounter(TorchDispatchMode):
     def block_counts(self, grad: bool, in_order: bool) -> BlockCounts:
         """Summarise the run."""
         table, saved = self._efficiency, self._saved
+        ended = self.snapshot_counts()
         work = sum(table.equivalent_work(n, dim) for dim, n in self._flops.items())
-        again = sum(table.equivalent_work(n, dim) for dim, n in self._recomputed_flops.items())
+        again = sum(table.equivalent_work(n, dim) for dim, n in ended.recomputed_flops.items())
+        unneeded = sum(table.equivalent_work(n, dim) for dim, n in ended.unneeded_flops.items())
         again += table.equivalent_attention_work(self._recomputed_attention)
         return BlockCounts(
             flops=sum(self._flops.values()) + self.attention,
@@ -362,6 +390,7 @@ class _OpCounter(TorchDispatchMode):
             working=saved.largest_unit_bytes() if grad else 0,
             again=again if grad else 0,
             again_moved=self._recomputed_moved if grad else 0,
+            unneeded=unneeded if grad else 0,
             ops=self._ops,
             narrowest_dim=max(
                 self._flops, key=lambda dim: table.equivalent_work(self._flops[dim], dim), default=0

@@ -28,11 +28,12 @@ from secc.runtime.recorder.block_results import TensorDigests
 
 @dataclass(frozen=True)
 class OpCounts:
-    """FLOPs by smallest weight dimension, those inside recomputation units, those of grouped products, and
-    all other totals."""
+    """FLOPs by smallest weight dimension, those that recomputation units need again, those at their ends that
+    they do not, those of grouped products, and all other totals."""
 
     flops: Counter[int]
     recomputed_flops: Counter[int]
+    unneeded_flops: Counter[int]
     routed_flops: Counter[int]
     totals: tuple[int, ...]
 
@@ -42,6 +43,7 @@ class OpCounts:
         return OpCounts(
             self.flops - before.flops,
             self.recomputed_flops - before.recomputed_flops,
+            self.unneeded_flops - before.unneeded_flops,
             self.routed_flops - before.routed_flops,
             totals,
         )

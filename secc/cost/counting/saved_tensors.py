@@ -28,6 +28,7 @@ class SavedTensorsTracker:
         self._sizes: dict[int, int] = {}  # bytes by storage, of all saved ones
         self._outside: dict[int, int] = {}  # saved outside of units, or input of one
         self._inside: list[dict[int, int]] = []  # saved by each run of a unit
+        self._saves_by_run: list[int] = []  # how often each of them saved anything, parameters too
         self._depth = 0
         self._units_run: list[nn.Module] = []  # in the order of their runs
         self._repeated_bytes = self._repeated_outside_bytes = 0  # of skipped layers
@@ -35,6 +36,8 @@ class SavedTensorsTracker:
     def pack_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pack hook of `torch.autograd.graph.saved_tensors_hooks`: record a tensor of any shape, and
         return it unchanged."""
+        if self.is_inside_unit:
+            self._saves_by_run[-1] += 1
         self._record_storage(tensor, self._sizes, self._inside[-1] if self.is_inside_unit else self._outside)
         return tensor
 
@@ -42,6 +45,15 @@ class SavedTensorsTracker:
     def is_inside_unit(self) -> bool:
         """Whether a unit is running."""
         return self._depth > 0
+
+    def place_in_unit(self) -> tuple[int, int]:
+        """The number of the last run of a unit, and of its saves up to now."""
+        return len(self._saves_by_run) - 1, self._saves_by_run[-1]
+
+    def has_saved_after(self, place: tuple[int, int]) -> bool:
+        """Whether the run of a unit has saved anything after this place."""
+        run, saves = place
+        return self._saves_by_run[run] > saves
 
     def is_parameter_or_buffer(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of any shape is a parameter or buffer, or a view of one."""
@@ -92,6 +104,7 @@ class SavedTensorsTracker:
                 if isinstance(tensor, torch.Tensor):
                     self._record_storage(tensor, self._outside)
             self._inside.append({})
+            self._saves_by_run.append(0)
             self._units_run.append(module)
         self._depth += 1
 

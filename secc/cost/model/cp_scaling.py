@@ -124,6 +124,7 @@ def cost_on_rows(cost: SectionCost, cp: int, attention: str = "gather") -> Secti
             working=share(again.working, Fraction(1, max(1, cost.layers))),
             work=share(again.work),
             moved=share(again.moved),
+            unneeded=share(again.unneeded),
         )
         for kind, again in cost.recompute.items()
     }

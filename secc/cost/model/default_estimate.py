@@ -33,7 +33,7 @@ class CallCost:
     label: "counted", "sampled" (the mean of dataset samples, because values of inputs decide) or "default".
     units: submodules that recomputation can run again. With all of them recomputed, the call keeps `kept`
         bytes, one second run adds `working` bytes while it lasts, and all second runs take `again` work and
-        move `again_moved` bytes.
+        move `again_moved` bytes; `unneeded` is the work of products at their ends that they stop before.
     narrowest_dim: smallest dimension of the weight that takes most time; 0 if unknown.
     units_in_order: every unit ran at most once, in the order of declaration.
     exchanged: bytes of keys and values of all layers, each head once: what ranks exchange under cp. queries:
@@ -53,6 +53,7 @@ class CallCost:
     working: Expr = ZERO
     again: Expr = ZERO
     again_moved: Expr = ZERO
+    unneeded: Expr = ZERO
     attention: Expr = ZERO
     attention_work: Expr = ZERO
     moved: Expr = ZERO

@@ -64,10 +64,10 @@ def _parts(cost: SectionCost, tp: int) -> int:
 def _recompute_under_framework(
     costs: RecomputeCost, lost: int, moved: str, layers: Fraction, slowness: Fraction
 ) -> RecomputeCost:
-    """The cost of running the fraction `layers` of all layers again."""
+    """The cost of running the fraction `layers` of all layers again, to their ends."""
     own_moved = scale_expression(moved, layers) if moved else costs.moved
     return replace(
         costs,
-        work=scale_expression(f"{costs.work} + {lost}", slowness),
+        work=scale_expression(f"{costs.work} + {costs.unneeded} + {lost}", slowness),
         moved=scale_expression(own_moved, slowness),
     )

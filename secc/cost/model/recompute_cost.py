@@ -33,6 +33,8 @@ class RecomputeCost:
     working: additional bytes while one unit runs again.
     work: FLOPs of all second runs without those of experts, weighted by the speed of their products.
     ops, moved: operations and bytes moved of all second runs.
+    unneeded: work of products at the ends of layers, after all that their backwards need: second runs stop
+        before them, but not in every framework.
     """
 
     saved: str
@@ -40,6 +42,7 @@ class RecomputeCost:
     work: str
     ops: int
     moved: str = "0"
+    unneeded: str = "0"
 
 
 @dataclass
@@ -50,12 +53,14 @@ class _RecomputeSum:
     working: set[str] = field(default_factory=set[str])
     work: Counter[str] = field(default_factory=Counter[str])
     moved: Counter[str] = field(default_factory=Counter[str])
+    unneeded: Counter[str] = field(default_factory=Counter[str])
     ops: int = 0
 
     def add_recomputed_share(self, cost: CallCost, share: Fraction) -> None:
         """Add a call that runs the fraction `share` of its units again."""
         self.saved[_interpolate(cost.saved, cost.kept, share)] += 1
         self.work[_interpolate(ZERO, cost.again - cost.routed_work, share)] += 1
+        self.unneeded[_interpolate(ZERO, cost.unneeded, share)] += 1
         self.moved[_interpolate(ZERO, cost.again_moved, share)] += 1
         self.ops += int(share * cost.ops)
 
@@ -107,6 +112,7 @@ def _max_recompute_cost(sums: Sequence[_RecomputeSum]) -> RecomputeCost:
         max_expr(sum_counted_exprs(s.work) for s in sums),
         max((s.ops for s in sums), default=0),
         max_expr(sum_counted_exprs(s.moved) for s in sums),
+        max_expr(sum_counted_exprs(s.unneeded) for s in sums),
     )
 
 

@@ -77,7 +77,7 @@ ATTENTION_BACKWARD_FLOPS_RATIO = 2
 ATTENTION_BACKWARD_TIME_RATIO = sympy.Rational(5, 2)
 # Expressions on calls that are left out where they are zero.
 OPTIONAL_EXPRESSIONS = (
-    "peak", "working", "again", "again_moved", "attention", "attention_work", "moved", "routed",
+    "peak", "working", "again", "again_moved", "unneeded", "attention", "attention_work", "moved", "routed",
     "routed_work", "exchanged", "queries",
 )  # fmt: skip
 MATMUL_OP_NAMES = frozenset({"mm", "addmm", "bmm", "baddbmm"})
@@ -285,7 +285,7 @@ def _substitute_estimates(cost: SectionCost, estimates: Mapping[str, Expr]) -> S
         return {field: substitute_estimates(getattr(costs, field), estimates) for field in fields}
 
     recompute = {
-        kind: replace(costs, **substitute_fields(costs, ("saved", "working", "work", "moved")))
+        kind: replace(costs, **substitute_fields(costs, ("saved", "working", "work", "moved", "unneeded")))
         for kind, costs in cost.recompute.items()
     }
     return replace(cost, recompute=recompute, **substitute_fields(cost, _EXPRESSION_FIELDS))

@@ -50,14 +50,16 @@ TYPICAL_SIZE = 8192  # of every symbol, where only a ratio of two costs counts
 @dataclass(frozen=True)
 class TensorSums:
     """Nanoseconds of the sums over tp that products do not hide, as expressions over a micro-batch's symbols:
-    of one forward, and of the input gradients of one backward."""
+    of one forward, of the input gradients of one backward, and the fraction of a forward's that layers need
+    when they run again."""
 
     forward_ns: str = "0"
     gradient_ns: str = "0"
+    again: Fraction = Fraction(1)
 
     def backward_ns(self, recompute: str) -> str:
-        """Sums in a backward; layers that run again sum again."""
-        again = scale_expression(self.forward_ns, RECOMPUTED_LAYERS[recompute])
+        """Sums in a backward; layers that run again sum again, but for their last sum."""
+        again = scale_expression(self.forward_ns, self.again * RECOMPUTED_LAYERS[recompute])
         return self.gradient_ns if again == "0" else f"{self.gradient_ns} + {again}"
 
 
@@ -99,15 +101,21 @@ def price_tensor_sums(
         left = Fraction(round(1000 * (total - hidden_ns) / total), 1000) if hidden_ns else Fraction(1)
         return scale_expression(text, share * left)
 
+    # A second run ends with what the backward needs: before a layer's last sum, of which only the half that
+    # scatters is at its end if the next one gathers positions.
+    again = Fraction(1)
+    if framework == OWN_RUNTIME:
+        last = Fraction(cost.layers, 1 + cost.sequence_parallel) + (cost.logits_moved != "0")
+        again = (all_reduces - last) / all_reduces
     opened = price(1, 0)
     if overlap == "none":
-        return TensorSums(opened, opened)
+        return TensorSums(opened, opened, again)
     trained = Fraction(0 if splits_backward else cost.trainable, max(1, cost.params))
     gradients = price(1, sums.hidden_ns(COLUMN_PRODUCTS, trained, 1))
     if overlap == "backward":
-        return TensorSums(opened, gradients)
+        return TensorSums(opened, gradients, again)
     hidden = sums.hidden_ns(ROW_PRODUCTS, Fraction(1), PRODUCT_CHUNKS)
-    return TensorSums(price(PRODUCT_CHUNKS, hidden), gradients)
+    return TensorSums(price(PRODUCT_CHUNKS, hidden), gradients, again)
 
 
 class _LayerSums:
@@ -309,6 +317,7 @@ def _recompute_on_rank(
         scale_expression(costs.work, divided),
         ceil_share(costs.ops, stages.longest),
         scale_expression(costs.moved, stages.longest * per_layer),
+        scale_expression(costs.unneeded, divided),
     )
 
 

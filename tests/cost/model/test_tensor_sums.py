@@ -52,11 +52,12 @@ def price_in_seconds(cost: SectionCost, overlap: str, splits: bool = False) -> t
 
 def test_hidden_sums_leave_what_no_product_hides() -> None:
     opened, hidden = price_in_seconds(COST, "none"), price_in_seconds(COST, "both")
-    assert opened[0] == opened[1] and opened[2] == pytest.approx(2 * opened[0], rel=1e-6)
+    assert opened[0] == opened[1]
+    assert opened[2] == pytest.approx(1.5 * opened[0], rel=1e-6)  # one of a layer's two sums runs again
     least = 1 - Fraction(HIDDEN_PERCENT, 100)
     assert float(least) * opened[1] < hidden[1] < opened[1]
     assert opened[0] / PRODUCT_CHUNKS < hidden[0] < opened[0]  # the last chunk's sum is behind no product
-    assert hidden[2] == pytest.approx(hidden[0] + hidden[1], rel=1e-6)
+    assert hidden[2] == pytest.approx(hidden[0] / 2 + hidden[1], rel=1e-6)
     assert price_in_seconds(COST, "backward")[:2] == (opened[0], hidden[1])
 
 
