@@ -34,7 +34,6 @@ from secc.alloc.problem.candidates import (
     subgroup_costs,
 )
 from secc.alloc.problem.closed_form import PlanValue, evaluate_assignment
-from secc.alloc.problem.dealt_prices import may_deal
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import STRATEGIES, Assignment, Candidate, Problem, Solution
 from secc.alloc.problem.whole_batch import pin_whole_batches
@@ -49,9 +48,9 @@ from secc.cost.model.step_overheads import cluster_with_overheads
 from secc.errors import UserError
 from secc.ir.analysis.token_count import token_count
 from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_section
-from secc.ir.dialect.ops import GraphOp, graph_of, strings_attr
+from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.ir.dialect.python_attributes import float_attr, int_attr, int_list_attr
-from secc.passes.annotate_costs import write_section_cost
+from secc.passes.annotate_costs import write_section_cost, write_subgroup_costs
 from secc.process_map import run_in_background
 
 OBJECTIVES = ("time", "gpus")
@@ -170,7 +169,7 @@ class Allocate(ModulePass):
             name
             for name, candidates in problem.sections.items()
             if "cp_per" not in solved.pins.words.get(name, {})
-            and any(may_deal(c.shape) for c in candidates)
+            and any(c.cp > 1 for c in candidates)
             and next(iter(work.loads[name].spread.relative_times), 0) > UNEVEN_PERMILLE
         ]
         if not dealing or problem.deadline is not None or problem.pools:
@@ -383,7 +382,11 @@ def _write_allocation(
         }
         if chosen[name].cp_per == "micro_batch":
             limit = subgroup_limit(work, asked, solution.assignment, value, name, results.get(group, 0))
-            _write_subgroup_costs(own, load, chosen[name], limit)
+            load.section.attributes |= {
+                "cp_per": StringAttr(chosen[name].cp_per),
+                "cp_degrees": StringAttr(chosen[name].cp_degrees),
+            }
+            write_subgroup_costs(load.section, subgroup_costs(own, load, chosen[name]), limit)
     if kept:
         graph.attributes["run_ahead_gib"] = float_attr(kept / GIB)
     label = "default" if any(load.label == "default" for load in work.loads.values()) else "roofline"
@@ -412,20 +415,6 @@ def _write_allocation(
                 }
             )
         ),
-    }
-
-
-def _write_subgroup_costs(work: Workload, load: SectionLoad, chosen: Candidate, limit: int) -> None:
-    """What samples cost that some ranks of cp compute without the others, each in at most `limit` bytes."""
-    subgroups = subgroup_costs(work, load, chosen)
-    load.section.attributes |= {
-        "cp_per": StringAttr(chosen.cp_per),
-        "cp_degrees": StringAttr(chosen.cp_degrees),
-        "subgroup_ranks": int_list_attr(s.ranks for s in subgroups),
-        "subgroup_forward_ns": strings_attr(s.cost.forward_ns for s in subgroups),
-        "subgroup_backward_ns": strings_attr(s.cost.backward_ns for s in subgroups),
-        "subgroup_saved": strings_attr(s.cost.saved for s in subgroups),
-        "subgroup_bytes": int_attr(limit),
     }
 
 

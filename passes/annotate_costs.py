@@ -8,6 +8,7 @@ between may move ops to other sections.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xdsl.context import Context
@@ -16,8 +17,9 @@ from xdsl.passes import ModulePass
 
 from secc.cost.model.patterns_and_transfers import section_transfers
 from secc.cost.model.section_cost import SectionCost, section_cost
-from secc.ir.dialect.ops import SectionOp, graph_of
-from secc.ir.dialect.python_attributes import int_attr
+from secc.ir.dialect.ops import SectionOp, graph_of, strings_attr
+from secc.ir.dialect.python_attributes import int_attr, int_list_attr
+from secc.runtime.plan.schema import SubgroupCost
 
 
 @dataclass(frozen=True)
@@ -45,3 +47,16 @@ def write_section_cost(section: SectionOp, cost: SectionCost) -> None:
         section.attributes[key] = int_attr(getattr(cost, key))
     section.attributes["dtype"] = StringAttr(cost.dtype)
     section.attributes["cost"] = StringAttr(cost.label)
+
+
+def write_subgroup_costs(section: SectionOp, subgroups: Iterable[SubgroupCost], most_bytes: int) -> None:
+    """Writes what samples cost that some ranks of cp compute without the others, each in at most `most_bytes`
+    bytes, into a section's attributes."""
+    found = list(subgroups)
+    section.attributes |= {
+        "subgroup_ranks": int_list_attr(s.ranks for s in found),
+        "subgroup_forward_ns": strings_attr(s.cost.forward_ns for s in found),
+        "subgroup_backward_ns": strings_attr(s.cost.backward_ns for s in found),
+        "subgroup_saved": strings_attr(s.cost.saved for s in found),
+        "subgroup_bytes": int_attr(most_bytes),
+    }

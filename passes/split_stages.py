@@ -36,10 +36,11 @@ from secc.alloc.problem.candidates import (
     memory_on_rank,
     micro_batch_time_expressions,
     price_candidate,
+    subgroup_costs,
     weight_gradient_permille,
 )
 from secc.alloc.problem.types import ReplicaShape
-from secc.alloc.refine.in_flight_limits import in_flight_bytes
+from secc.alloc.refine.in_flight_limits import InFlightLimit, bytes_of_one, in_flight_bytes
 from secc.cluster import GIB, Cluster, Device, parse_cluster
 from secc.cost.model import roofline
 from secc.cost.model.collectives import RankSpan, span_of_ranks
@@ -60,13 +61,13 @@ from secc.ir.dialect.ops import (
 )
 from secc.ir.dialect.python_attributes import float_attr, int_attr, int_list_attr
 from secc.ir.dialect.readable_names import make_unique
-from secc.passes.annotate_costs import write_section_cost
+from secc.passes.annotate_costs import write_section_cost, write_subgroup_costs
 from secc.passes.boundaries.boundary_min_cut import BoundaryPrices
 from secc.passes.boundaries.stage_cuts import StageUnits, balance_stages
 from secc.passes.sections.assign_ops import required_modes, update_section_mode
 from secc.passes.sink_boundaries import settle_boundary
 from secc.runtime.plan.expr_eval import evaluate_expr
-from secc.runtime.plan.schema import rank_position
+from secc.runtime.plan.schema import SubgroupCost, rank_position
 
 DEFAULT_CLUSTER = "1x8xH100"  # for IR that no allocation has been made for: only the ratios of times matter
 
@@ -261,7 +262,22 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
         rooms = sum(_in_flight_bytes(work, _rank_load(work, s), memory, len(held)) for s in own)
         largest = _held_micro_batches(work, _rank_load(work, stage))[1].largest_sample
         shape, place = _pipeline_shape(stage, counts[pipeline])
-        stage.attributes["room_bytes"] = int_attr(divide_in_flight_room(shape, place, rooms, largest))
+        room = divide_in_flight_room(shape, place, rooms, largest)
+        stage.attributes["room_bytes"] = int_attr(room)
+        if get_string(stage, "cp_per") == "micro_batch":
+            limit = InFlightLimit(int(get_number(stage, "in_flight") or 0), room)
+            found = bytes_of_one(limit, shape, place) or int(get_number(stage, "subgroup_bytes") or 0)
+            write_subgroup_costs(stage, _subgroup_costs(work, stage), found)
+
+
+def _subgroup_costs(work: Workload, stage: SectionOp) -> tuple[SubgroupCost, ...]:
+    """What samples of a stage cost that some ranks of cp compute without the others."""
+    load = _rank_load(work, stage)
+    own = replace(work, cluster=work.cluster.view_of_ranks(_ranks_of(stage)))
+    chosen = price_candidate(own, load, *_candidate_choice(stage))
+    degrees = get_string(stage, "cp_degrees") or "any"
+    chosen = replace(chosen, cp_per="micro_batch", cp_degrees=degrees)
+    return subgroup_costs(own, work.loads[load.name], chosen)
 
 
 def _weight_permille(work: Workload, load: SectionLoad) -> int:

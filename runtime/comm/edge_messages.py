@@ -5,10 +5,12 @@ Both ends compute every shape from the samples' sizes, so only values are sent. 
 producer's order, a message holds the sample's rows, cut to its own extents where a micro-batch is padded
 wider. The gradient of an edge travels in the same messages in the other direction.
 
-Between stages of a pipeline, which have the same micro-batches, a tensor is sent whole.
+Between stages of a pipeline, which have the same micro-batches, a tensor is sent whole. Of a micro-batch
+that is dealt to the ranks of a replica, each subgroup sends the tensor of its own samples to the same
+subgroup of the next stage.
 
-Where a micro-batch is dealt to the ranks of a replica, messages are those of all its samples. Each rank takes
-its part of a tensor that has arrived, and the ranks join the parts that they have computed.
+Between sections, messages of such a micro-batch are those of all its samples. Each rank takes its part of a
+tensor that has arrived, and the ranks join the parts that they have computed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from math import prod
 import torch
 
 from secc.runtime.plan.batch_sizes import combine_sizes, pad_sample_sizes
+from secc.runtime.plan.dealt_samples import DealtMicroBatches
 from secc.runtime.plan.expr_eval import evaluate_expr
+from secc.runtime.plan.replica_routes import slice_bounds
 from secc.runtime.plan.schema import Edge, Plan
 from secc.runtime.plan.step_program import SampleMeta, Schedule, micro_batch_pairs
 
@@ -48,10 +52,20 @@ class TensorBox:
 
 class EdgeLayout:
     """The messages of one edge in one step. A pair is (producer's micro-batch, consumer's micro-batch); a
-    side is "src" or "dst"."""
+    side is "src" or "dst". Between stages, the messages that `rank` takes part in: those of its part of
+    micro-batches that are `dealt`."""
 
-    def __init__(self, edge: Edge, plan: Plan, schedule: Schedule, samples: Sequence[SampleMeta]) -> None:
+    def __init__(
+        self,
+        edge: Edge,
+        plan: Plan,
+        schedule: Schedule,
+        samples: Sequence[SampleMeta],
+        dealt: DealtMicroBatches | None = None,
+        rank: int = 0,
+    ) -> None:
         self.edge, self._plan = edge, plan
+        self._dealt, self._rank = dealt if edge.dim < 0 else None, rank
         self.dtype: torch.dtype = getattr(torch, edge.dtype)
         self._sizes = pad_sample_sizes(plan, samples, schedule.own_samples)
         self._micro_batches = {
@@ -80,7 +94,10 @@ class EdgeLayout:
         return self._shapes[key]
 
     def _compute_shape(self, side: str, micro: int) -> tuple[int, ...]:
-        return self.shape_of_samples(side, self._micro_batches[side][micro].samples)
+        found = self._micro_batches[side][micro]
+        if self._dealt is not None:
+            found = self._dealt.own_part(found, self._rank)
+        return self.shape_of_samples(side, found.samples)
 
     def shape_of_samples(self, side: str, samples: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the edge's tensor for samples that are computed together on `side`."""
@@ -100,6 +117,17 @@ class EdgeLayout:
     def message_numel(self, pair: MicroBatchPair) -> int:
         """Number of entries in the message of `pair`."""
         return sum(cut.numel for cut in self.message_boxes("src", pair))
+
+    def subgroup_count(self, pair: MicroBatchPair) -> int:
+        """Number of subgroups of a stage that send their own message of `pair`."""
+        if self._dealt is None:
+            return 1
+        return max(1, len(self._dealt.parts(self._micro_batches["src"][pair[0]])))
+
+    def slice_bounds(self, pair: MicroBatchPair, index: int, count: int) -> tuple[int, int]:
+        """[start, stop) of slice `index` of `count` in the message of `pair`, or in that of a subgroup."""
+        of_subgroup = count // self.subgroup_count(pair)
+        return slice_bounds(self.message_numel(pair), index % of_subgroup, of_subgroup)
 
     def pair_tag(self, pair: MicroBatchPair) -> int:
         """Return a number below 2^30 that is unique among this edge's pairs in this step."""

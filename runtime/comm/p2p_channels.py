@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from secc.runtime.comm.edge_messages import EdgeLayout, MicroBatchPair
-from secc.runtime.plan.replica_routes import ranks_by_replica, route_message, slice_bounds
+from secc.runtime.plan.replica_routes import ranks_by_replica, route_message
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import Instruction, Schedule, returns_gradient
 from secc.runtime.validation.send_window import DEFAULT_SEND_LIMIT, find_send_limit
@@ -55,7 +55,7 @@ class Message:
 
     def slice_bounds(self, layout: EdgeLayout) -> tuple[int, int]:
         """Start and end of the part in the flat message."""
-        return slice_bounds(layout.message_numel(self.pair), self.part, self.parts)
+        return layout.slice_bounds(self.pair, self.part, self.parts)
 
     def numel(self, layout: EdgeLayout) -> int:
         """Number of entries sent. A gradient is followed by one more entry, which says whether there is a

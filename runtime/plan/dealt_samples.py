@@ -40,12 +40,16 @@ class DealtMicroBatches:
         return self._parts[key]
 
     def own_part(self, micro: MicroBatch, rank: int) -> MicroBatch:
-        """Returns what `rank` computes of a micro-batch of its replica: the micro-batch itself if it is not
-        dealt, else one of the samples of the rank's subgroup, which may be none."""
+        """Returns what `rank` computes of a micro-batch of its replica, or its stage of a pipeline: the
+        micro-batch itself if it is not dealt, else one of the samples of the rank's subgroup, which may be
+        none."""
         if not (parts := self.parts(micro)):
             return micro
         section = self._dealing[micro.section]
-        place = ranks_by_replica(section)[micro.replica].index(rank) // section.mesh.tp
+        name = section.user_section_name
+        stages = [section, *(s for s in self._dealing.values() if s.user_section_name == name)]
+        replicas = [ranks_by_replica(s)[micro.replica] for s in stages]
+        place = next(ranks.index(rank) for ranks in replicas if rank in ranks) // section.mesh.tp
         return micro._replace(samples=parts[place * len(parts) // section.mesh.cp])
 
     def subgroup_size(self, micro: MicroBatch) -> int:

@@ -85,6 +85,10 @@ class PredictedCosts:
         # Values of each expression for all samples; the stages of a pipeline mostly share their expressions.
         self._evaluated: dict[str, list[int]] = {}
         self._subgroup_prices: dict[tuple[str, int], _SubgroupPrices] = {}
+        stages: dict[str, list[Section]] = {}
+        for s in sorted(plan.sections, key=lambda s: s.stage):
+            stages.setdefault(s.pipeline, []).append(s)
+        self._stages = {s.name: stages[s.pipeline] if s.pipeline else [s] for s in plan.sections}
 
     def sample_sizes(self, position: int) -> dict[str, int]:
         """Returns the symbol values of the sample at `position` as a micro-batch of its own."""
@@ -154,7 +158,7 @@ class PredictedCosts:
         if that takes less time or it has more samples than may be divided together, and if each part fits.
         """
         return [
-            () if d is None else self._prices_of(section, d.ranks).deal_in_turns(samples, d.subgroups)
+            () if d is None else self._deal_in_turns(section, d.ranks, samples)
             for d, samples in zip(self.price_dealt(section, micro_batches), micro_batches, strict=True)
         ]
 
@@ -167,27 +171,30 @@ class PredictedCosts:
         self, section: Section, micro_batches: Sequence[Sequence[int]]
     ) -> list[DealtCosts | None]:
         """Returns the costs of each micro-batch that is dealt, None for others. The subgroups are of the size
-        that takes least time, of the smallest such size."""
+        that takes least time, of the smallest such size. All stages of a pipeline deal alike: what they take
+        together counts, and each must have the memory."""
         found: list[DealtCosts | None] = [None] * len(micro_batches)
         if not section.may_deal:
             return found
-        for subgroup in section.subgroups:
-            priced = self._price_in_subgroups(section, subgroup, micro_batches)
-            for i, dealt in enumerate(priced):
-                best = found[i]
-                if dealt is not None and (best is None or dealt.total_ns < best.total_ns):
-                    found[i] = dealt
+        best = [0] * len(micro_batches)
+        stages = self._stages[section.name] if section.pipeline else [section]
+        at = [s.name for s in stages].index(section.name)
+        for k in range(len(section.subgroups)):
+            priced = [self._price_in_subgroups(s, s.subgroups[k], micro_batches) for s in stages]
+            for i, by_stage in enumerate(zip(*priced, strict=True)):
+                possible = [dealt for dealt in by_stage if dealt is not None]
+                ns = sum(dealt.total_ns for dealt in possible)
+                if len(possible) == len(stages) and (found[i] is None or ns < best[i]):
+                    found[i], best[i] = possible[at], ns
         may_divide = [
             i
             for i, samples in enumerate(micro_batches)
             if found[i] is not None and len(samples) <= section.micro_batch
         ]
-        columns = self.micro_batch_columns([micro_batches[i] for i in may_divide])
-        divided = map(int.__add__, *self.times_of_columns(section, columns, len(may_divide)))
-        for i, ns in zip(may_divide, divided, strict=True):
-            dealt = found[i]
-            if dealt is not None and dealt.total_ns >= ns:
-                found[i] = None
+        columns, count = self.micro_batch_columns([micro_batches[i] for i in may_divide]), len(may_divide)
+        divided = [map(int.__add__, *self.times_of_columns(s, columns, count)) for s in stages]
+        for i, *ns in zip(may_divide, *divided, strict=True):
+            found[i] = found[i] if best[i] < sum(ns) else None
         return found
 
     def _price_in_subgroups(
@@ -197,7 +204,7 @@ class PredictedCosts:
         where a part has too many samples or does not fit."""
         count, prices = section.mesh.cp // subgroup.ranks, self._prices_of(section, subgroup.ranks)
         drafts = [
-            prices.deal_in_turns(samples, count)
+            self._deal_in_turns(section, subgroup.ranks, samples)
             if count < len(samples) <= section.micro_batch * count
             else ()
             for samples in micro_batches
@@ -221,6 +228,11 @@ class PredictedCosts:
                 continue
             found.append(DealtCosts(count, subgroup.ranks, *largest))
         return found
+
+    def _deal_in_turns(self, section: Section, ranks: int, samples: Sequence[int]) -> SampleParts:
+        """Deals samples to subgroups of so many ranks, by the times of a pipeline's first stage."""
+        first = self._stages[section.name][0] if section.pipeline else section
+        return self._prices_of(first, ranks).deal_in_turns(samples, section.mesh.cp // ranks)
 
     def _prices_of(self, section: Section, ranks: int) -> _SubgroupPrices:
         """Returns the prices of subgroups of so many ranks."""

@@ -8,8 +8,9 @@ like messages but never sent. The program's order is not questioned here: the ch
 it complete and free of deadlock.
 
 Of a micro-batch that is dealt to subgroups of its replica (`secc.runtime.plan.dealt_samples`), each rank runs
-the part of its subgroup, or nothing. Messages are those of the whole micro-batch: tensors that arrive are cut
-to the own part, outputs and gradients of received edges are joined, so that sends know nothing of it.
+the part of its subgroup, or nothing. Messages between sections are those of the whole micro-batch: tensors
+that arrive are cut to the own part, outputs and gradients of received edges are joined, so that sends know
+nothing of it. Between stages of a pipeline, each subgroup sends its part (`secc.runtime.comm.edge_messages`).
 """
 
 from __future__ import annotations
@@ -194,14 +195,17 @@ class Engine:
         # rank of the replica that computed them.
         self.outputs: dict[tuple[str, int], torch.Tensor] = {}
 
-    def edge_layouts(self, step: StepInput) -> Mapping[str, EdgeLayout]:
+    def edge_layouts(self, step: StepInput, dealt: DealtMicroBatches) -> Mapping[str, EdgeLayout]:
         """Returns the message layout of each edge. Layouts depend on the schedule and on sample sizes only,
         so those of the previous step are reused if both are unchanged."""
         sizes = [s.sizes for s in step.samples]
         cached = self._layout_cache
         if cached is not None and cached[0] is step.schedule and cached[1] == sizes:
             return cached[2]
-        layouts = {e.name: EdgeLayout(e, self.plan, step.schedule, step.samples) for e in self.plan.edges}
+        layouts = {
+            e.name: EdgeLayout(e, self.plan, step.schedule, step.samples, dealt, self.rank)
+            for e in self.plan.edges
+        }
         self._layout_cache = step.schedule, sizes, layouts
         return layouts
 
@@ -235,8 +239,8 @@ class _StepExecution:
         self.own_samples, self.sample_keys = own, list[int]()
         if engine.randomness is not None:
             self.sample_keys = [key for seed, samples in seeded for key in make_sample_keys(seed, samples)]
-        self.layouts = engine.edge_layouts(step)
         self.dealt = DealtMicroBatches(plan, step.samples, step.schedule.own_samples)
+        self.layouts = engine.edge_layouts(step, self.dealt)
         self.in_flight: dict[tuple[str, int], _InFlightMicroBatch] = {}
         self.empty_passes: dict[tuple[str, int], torch.Tensor] = {}  # what their backward starts from
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -308,8 +312,11 @@ class _StepExecution:
             self.compute_forward(i, own, live)
         else:
             self.receive_edges(i.section, i.micro, live)
+            exchange = engine.exchanges.get(i.section)
             with self.during_compute(i):
-                pass  # other ranks compute their parts, and what they gather needs this one
+                # Other ranks compute their parts, and what they gather or exchange needs this one.
+                if exchange is not None:
+                    live.exchange_end = exchange.run_empty_forward(with_grad)
         if live.part is not None:
             live.part.outputs, live.outputs = live.outputs, self.join_outputs(i, micro, live.outputs)
         self.keep_outputs(i, live)
@@ -369,6 +376,12 @@ class _StepExecution:
         found: Tensors = {}
         for edge in self.engine.edges_out_of[i.section]:
             layout, part = self.layouts[edge.name], self.dealt.own_part(micro, self.engine.rank).samples
+            if layout.is_whole:
+                self.check_edge_shape(i, edge, own, layout.tensor_shape("src", i.micro))
+                if edge.name in own:
+                    values = own[edge.name].detach()
+                    found[edge.name] = values.requires_grad_(self.engine.returns_gradient[edge.name])
+                continue
             if part:
                 self.check_edge_shape(i, edge, own, layout.shape_of_samples("src", part))
             values = own[edge.name].detach() if edge.name in own else None
@@ -474,7 +487,8 @@ class _StepExecution:
             if t.requires_grad and not is_statistic(name)
         ]
         if not roots and i.section in self.engine.exchanges:  # other ranks need this one in the backward
-            ends = (*live.outputs.values(), *live.loss_terms.values())
+            own = live.outputs if live.part is None else live.part.outputs
+            ends = (*own.values(), *live.loss_terms.values())
             roots = [(t, torch.zeros_like(t)) for t in ends if t.requires_grad]
         if live.exchange_end is not None and live.exchange_end.requires_grad:
             roots.append((live.exchange_end, torch.zeros_like(live.exchange_end)))
@@ -542,8 +556,12 @@ class _StepExecution:
             return [(live.outputs[name], g) for name, g in gradients.items()]
         whole, own = self.micro_batch(i.section, i.micro).samples, live.part.micro.samples
         return [
-            (out, self.layouts[name].take_part(gradients[name], "src", whole, own))
+            (
+                out,
+                gradients[name] if layout.is_whole else layout.take_part(gradients[name], "src", whole, own),
+            )
             for name, out in live.part.outputs.items()
+            for layout in [self.layouts[name]]
             if name in gradients and out.requires_grad
         ]
 
@@ -552,6 +570,8 @@ class _StepExecution:
         computed."""
         micro = self.micro_batch(i.section, i.micro)
         for name, leaf in live.edge_leaves.items():
+            if self.layouts[name].is_whole:
+                continue  # the leaf is that of the part, and so are messages
             own = part.edge_leaves.get(name)
             leaf.grad = self.join_parts(self.layouts[name], "dst", micro, None if own is None else own.grad)
         part.edge_leaves, part.outputs = {}, {}
@@ -600,7 +620,7 @@ class _StepExecution:
                 continue
             tensor = self.assemble_edge(edge, layout, incoming, micro)
             has_gradient, leaves = self.engine.returns_gradient[edge.name], live.edge_leaves
-            if live.part is not None:
+            if live.part is not None and not layout.is_whole:
                 if has_gradient:
                     leaves[edge.name] = _make_leaf(tensor)
                 own, leaves = live.part.micro.samples, live.part.edge_leaves
@@ -638,9 +658,7 @@ class _StepExecution:
                 self.take_message_slice(edge, "fwd", pair, part)
                 for part in self.arriving_slices(sources, targets)
             ]
-            return self.gather_message(
-                parts, edge.dst, gather_counts(sources, targets, self.layouts[edge.name].message_numel(pair))
-            )
+            return self.gather_message(parts, edge, edge.dst, pair, sources, targets)
         message = self.layouts[edge.name].pack_message(
             self.in_flight[edge.src, pair[0]].outputs[edge.name].detach(), "src", pair
         )
@@ -680,19 +698,45 @@ class _StepExecution:
         ]
         if not all(bool(part[-1]) for part in parts):  # see `pack_flagged_gradient`
             return None
-        return self.gather_message(
-            [part[:-1] for part in parts],
-            edge.src,
-            gather_counts(sources, targets, self.layouts[edge.name].message_numel(pair)),
-        )
+        return self.gather_message([part[:-1] for part in parts], edge, edge.src, pair, sources, targets)
 
     def gather_message(
-        self, parts: Sequence[torch.Tensor], section: str, lengths: Sequence[int]
+        self,
+        parts: Sequence[torch.Tensor],
+        edge: Edge,
+        section: str,
+        pair: MicroBatchPair,
+        sources: Ranks,
+        targets: Ranks,
     ) -> torch.Tensor:
-        """Joins this rank's slices of a message with the slices that the other ranks of its replica received
-        (`lengths` entries each; empty if each rank received all of it)."""
-        received = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        """Joins this rank's slices of a message to `section` with the slices that the other ranks of its
+        replica received, or of its subgroup if subgroups have messages of their own. Collective where not
+        each rank received all of it."""
+        received, layout = parts[0] if len(parts) == 1 else torch.cat(list(parts)), self.layouts[edge.name]
+        if (subgroups := layout.subgroup_count(pair)) > 1:
+            return self.gather_in_subgroup(received, section, layout.message_numel(pair), subgroups)
+        lengths = gather_counts(sources, targets, layout.message_numel(pair))
         return self.engine.groups[section].all_gather(received, lengths) if any(lengths) else received
+
+    def gather_in_subgroup(
+        self, received: torch.Tensor, section: str, size: int, subgroups: int
+    ) -> torch.Tensor:
+        """Joins this rank's slice of a message of `size` entries with those of its subgroup: of neighbouring
+        ranks of tp first, then of the ranks of cp."""
+        tp, row_ranks = self.engine.tp_sizes[section], self.engine.cp_sizes[section] // subgroups
+        bounds = [slice_bounds(size, k, tp * row_ranks) for k in range(tp * row_ranks)]
+        lengths, module = [stop - start for start, stop in bounds], self.engine.sections[section]
+        at = 0
+        if row_ranks > 1:
+            rows = module.row_groups[row_ranks]
+            at = rows.index * tp
+        if module.group is not None:
+            received = module.group.all_gather(received, lengths[at : at + tp])
+        if row_ranks == 1:
+            return received
+        return module.row_groups[row_ranks].all_gather(
+            received, [sum(lengths[k : k + tp]) for k in range(0, tp * row_ranks, tp)]
+        )
 
     def pack_gradient(self, edge: Edge, pair: MicroBatchPair, *more: torch.Tensor) -> torch.Tensor | None:
         """Packs the gradient of `pair` into a flat message, followed by `more`; None if there is no

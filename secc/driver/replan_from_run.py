@@ -113,7 +113,7 @@ def _section_pins(s: Section) -> Iterator[str]:
     values |= {"micro_batch_tokens": s.micro_batch_tokens} if s.micro_batch_tokens else {}
     words = {"sharding": s.sharding, "recompute": s.recompute, "offload": s.offload}
     words |= {"attention": s.row_attention} if mesh.cp > 1 else {}
-    words |= {"cp_per": s.cp_per} if mesh.cp > 1 and mesh.pp == mesh.ep == 1 else {}
+    words |= {"cp_per": s.cp_per} if mesh.cp > 1 else {}
     words |= {"cp_degrees": s.cp_degrees} if s.may_deal else {}
     words |= {"backward": "split" if s.weight_permille else "whole"} if mesh.pp > 1 else {}
     values |= {"chunks": s.chunks} if s.chunks > 1 else {}

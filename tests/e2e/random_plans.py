@@ -134,7 +134,7 @@ def _draw_section_pins(rng: random.Random, section: Section, shape: Shape) -> It
     chosen["sharding"] = rng.choice(
         [s for s in ("none", "zero1", "zero2", "zero3") if _may_shard(section, s, split)]
     )
-    if shape.cp > 1 and shape.pp == 1 and rng.random() < 0.5:
+    if shape.cp > 1 and rng.random() < 0.5:
         chosen["cp_per"] = "micro_batch"
     if shape.tp > 1 and rng.random() < 0.25:
         chosen["norms"] = "sequence"

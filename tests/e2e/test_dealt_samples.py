@@ -49,12 +49,21 @@ ROWS: dict[str, list[tuple[int, str]]] = {
         (4, "cp=4 micro_batch=2 bf16 by=2"),
         (6, "cp=6 micro_batch=1 by=3"),
         (6, "cp=6 micro_batch=1 attention=gather by=2"),
+        (4, "cp=2 pp=2 micro_batch=1"),
+        (8, "cp=4 pp=2 micro_batch=2 by=2"),
+        (8, "cp=2 pp=2 tp=2 micro_batch=1 recompute=full"),
+        (8, "cp=4 pp=2 micro_batch=1 recompute=selective sharding=zero1"),
+        (8, "cp=2 pp=2 dp=2 micro_batch=2 sharding=zero3"),
+        (4, "cp=2 pp=2 micro_batch=1 bf16"),
     ],
     "llama_tail_left": [
         (4, "cp=2 dp=2 sharding=zero2 micro_batch=2"),
         (4, "cp=4 micro_batch=2 by=2"),
+        (4, "cp=2 pp=2 micro_batch=2"),
     ],
     "qwen_distil": [
+        (6, "teacher.cp=2 teacher.pp=2 student.dp=2"),
+        (5, "teacher.dp=1 student.cp=2 student.pp=2 student.sharding=zero3"),
         (6, "teacher.cp=4 student.cp=2 teacher.micro_batch=2"),
         (4, "teacher.dp=2 student.cp=2 student.sharding=zero3"),
         (3, "teacher.cp=2 student.dp=1"),
@@ -72,6 +81,13 @@ ROWS: dict[str, list[tuple[int, str]]] = {
     "qwen2_5_vl": [
         (5, "visual.dp=1 language_model.cp=4 language_model.sharding=zero1"),
         (5, "visual.dp=1 language_model.cp=4 language_model.recompute=full by=2"),
+    ],
+    "qwen3_moe": [
+        (4, "cp=2 dp=2 ep=2 micro_batch=1"),
+        (4, "cp=2 tp=2 ep=2 micro_batch=1 recompute=full"),
+        (8, "cp=4 dp=2 ep=2 micro_batch=1 by=2"),
+        (4, "cp=2 dp=2 ep=2 micro_batch=1 recompute=full sharding=zero3"),
+        (8, "cp=2 pp=2 dp=2 ep=2 micro_batch=1"),
     ],
     "t5": [
         (4, "encoder.cp=2 decoder.cp=2 decoder.sharding=zero3"),
@@ -106,7 +122,8 @@ def count_forwards(trace: Path, section: Section) -> Counter[int]:
     computed: Counter[tuple[int, ...]] = Counter()
     for event in json.loads(trace.read_text())["traceEvents"]:
         args = event.get("args", {})
-        if args.get("kind") == "F" and args.get("section") == section.name and args["samples"]:
+        at = args.get("kind"), args.get("section"), args.get("stage")
+        if at == ("F", section.user_section_name, section.stage) and args["samples"]:
             computed[tuple(args["samples"])] += 1
     assert all(ranks % section.mesh.tp == 0 for ranks in computed.values())
     return Counter(ranks // section.mesh.tp for ranks in computed.values())

@@ -29,7 +29,7 @@ from secc.alloc.problem.candidates import (
     require_rank_load,
 )
 from secc.alloc.problem.closed_form import evaluate_assignment, groups_that_run_ahead
-from secc.alloc.problem.dealt_prices import DealtPrices, may_deal
+from secc.alloc.problem.dealt_prices import DealtPrices
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Assignment, Candidate, Problem, ReplicaShape, Solution
 from secc.alloc.refine import prefetch_memory
@@ -141,7 +141,7 @@ def _price_alternatives(
     ]
     if chosen[name].cp_per == "micro_batch":
         prices, degrees = DealtPrices(own, load), chosen[name].cp_degrees
-        others = [(what, prices.deal(c, degrees) if may_deal(c.shape) else c) for what, c in others]
+        others = [(what, prices.deal(c, degrees) if c.cp > 1 else c) for what, c in others]
     alternatives = [
         (what, c)
         for what, other in others

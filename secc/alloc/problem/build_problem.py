@@ -22,7 +22,7 @@ from secc.alloc.problem.candidates import (
     require_offload,
     require_rank_load,
 )
-from secc.alloc.problem.dealt_prices import DealtPrices, may_deal
+from secc.alloc.problem.dealt_prices import DealtPrices
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.row_parts import row_part_choices
 from secc.alloc.problem.sequence_norms import list_norms
@@ -169,7 +169,7 @@ def _fitting_candidates(
                 work, loads[name], ranks, pins, shape, min(s.ranks for s in shapes[name]), whole, most
             )
             found = candidate_pruning.prune_dominated(of_this_shape, capacity, by_micro_batch)
-            if not may_deal(shape) or not _deals(pins, name, most_dealt):
+            if shape.cp == 1 or not _deals(pins, name, most_dealt):
                 return found
             most_work = None if pins.deals_micro_batches(name) else most_dealt
             degrees = pins.words.get(name, {}).get("cp_degrees", "any")
@@ -356,12 +356,12 @@ def parallel_shapes(
         if not shapes:
             raise _refuse_head_exchange(load)
     if pins.deals_micro_batches(load.name):
-        shapes = [s for s in shapes if may_deal(s)]
+        shapes = [s for s in shapes if s.cp > 1]
         if not shapes:
             raise UserError(
                 f"{load.name}.cp_per=micro_batch is impossible: micro-batches are dealt to ranks of cp, which"
-                " must be above 1, and not to those of several stages",
-                remedy=f"set {load.name}.cp above 1 without pp, or leave it out",
+                " must be above 1",
+                remedy=f"set {load.name}.cp above 1, or leave it out",
             )
     both_pinned = pins.pinned_number(load.name, "tp") and pins.pinned_number(load.name, "pp")
     return (

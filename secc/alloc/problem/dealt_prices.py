@@ -21,17 +21,12 @@ from secc.alloc.problem.candidates import (
     price_candidate,
     subgroup_costs,
 )
-from secc.alloc.problem.types import Candidate, ReplicaShape
+from secc.alloc.problem.types import Candidate
 from secc.runtime.plan.expr_eval import evaluate_expr_columns
 
 LISTED_SAMPLES = 96  # of each pattern, evenly spaced by their time
 
 Columns = Mapping[str, Sequence[int]]
-
-
-def may_deal(shape: ReplicaShape) -> bool:
-    """Whether replicas of this shape may deal their micro-batches."""
-    return shape.cp > 1 and shape.pp == 1 and shape.ep == 1
 
 
 @dataclass

@@ -115,18 +115,8 @@ class Pins:
         return chunks or 2, placement or "loop"
 
     def deals_micro_batches(self, section: str) -> bool:
-        """Whether a section's ranks of cp may each compute other samples of a micro-batch (dynamic cp).
-
-        Raises UserError for a section that is pinned to pipeline stages or to parts of experts.
-        """
-        asked = self.words.get(section, {}).get("cp_per") == "micro_batch"
-        for key in ("pp", "ep"):
-            if asked and (number := self.pinned_number(section, key) or 1) > 1:
-                raise UserError(
-                    f"{section}.cp_per=micro_batch is impossible: it cannot be combined with {key}={number}",
-                    remedy=f"leave {section}.{key} out, or set {section}.cp_per=section",
-                )
-        return asked
+        """Whether a section's ranks of cp may each compute other samples of a micro-batch (dynamic cp)."""
+        return self.words.get(section, {}).get("cp_per") == "micro_batch"
 
     def splits_sequence(self, section: str) -> bool:
         """Whether norms of a section work on slices of the sequence (sequence parallelism).

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from secc.alloc.problem.candidates import Workload
 from secc.alloc.problem.closed_form import evaluate_assignment
-from secc.alloc.problem.dealt_prices import DealtPrices, may_deal
+from secc.alloc.problem.dealt_prices import DealtPrices
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Candidate, Problem
 from secc.alloc.refine.local_search import RefinedPlan
@@ -78,7 +78,7 @@ def _with_way(work: Workload, section: str, c: Candidate, way: str) -> Candidate
 
 def _ways_left(c: Candidate, pinned: Mapping[str, str]) -> list[str]:
     """The ways that are not that of the candidate, and that pins leave."""
-    if not may_deal(c.shape):
+    if c.cp == 1:
         return []
     has_middle = any(c.cp % n == 0 for n in range(2, c.cp))
     ways = [ONE_FOR_ALL, ANY, *([ONE_OR_ALL] if has_middle else [])]

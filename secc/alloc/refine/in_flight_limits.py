@@ -14,10 +14,11 @@ from secc.alloc.problem.candidates import (
     candidate_memory,
     divide_in_flight_room,
     in_flight_alternating,
+    least_in_flight,
     stage_in_flight_limit,
 )
 from secc.alloc.problem.closed_form import PlanValue
-from secc.alloc.problem.types import Assignment, Problem
+from secc.alloc.problem.types import Assignment, Problem, ReplicaShape
 from secc.cost.model.memory import RankMemory
 
 
@@ -68,14 +69,22 @@ def in_flight_limit(
 
 
 def subgroup_limit(
-    work: Workload, asked: Problem, assignment: Assignment, value: PlanValue, section: str, prefetched: int
+    work: Workload,
+    asked: Problem,
+    assignment: Assignment,
+    value: PlanValue,
+    section: str,
+    prefetched: int,
+    stage: int = 0,
 ) -> int:
-    """Bytes that a rank of cp may need for samples that its subgroup computes: its room in flight; without a
-    backward what the largest sample needs, and an equal share of the memory that its rank has left besides
-    `prefetched` bytes, if no section there has a backward."""
-    if room := in_flight_limit(work, asked, assignment, value, section).size_bytes:
-        return room
+    """Bytes that a rank of cp may need for samples that its subgroup computes: its room in flight, of a stage
+    that of one of the micro-batches that it holds; without a backward what the largest sample needs, and an
+    equal share of the memory that its rank has left besides `prefetched` bytes, if no section there has a
+    backward."""
     group, c = assignment.group, asked.sections[section][assignment.choice[section]]
+    limit = in_flight_limit(work, asked, assignment, value, section, stage)
+    if limit.size_bytes:
+        return bytes_of_one(limit, c.shape, stage)
     own = work.for_kind(c.kind)
     rank = candidate_memory(own, own.rank_load(own.loads[section], c.shape), c)
     needed = rank.activation_bytes(1) + rank.working
@@ -84,6 +93,14 @@ def subgroup_limit(
         return needed
     free_bytes = own.cluster.device.usable_memory - value.memory[group[section]] - prefetched
     return needed + max(0, free_bytes) // len(together)
+
+
+def bytes_of_one(limit: InFlightLimit, shape: ReplicaShape, stage: int) -> int:
+    """Bytes that one micro-batch of a stage may take if as many fit as the limit allows, or as 1F1B has in
+    flight."""
+    if shape.pp == 1:
+        return limit.size_bytes
+    return limit.size_bytes // (limit.in_flight or least_in_flight(shape.pp, shape.chunks, stage))
 
 
 def in_flight_bytes(work: Workload, rank: RankMemory, in_flight: int, others: int, holders: int) -> int:

@@ -50,7 +50,17 @@ from secc.runtime.host.gc_control import pause_gc
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.replica_routes import ranks_by_replica
-from secc.runtime.plan.schema import Cost, Edge, Mesh, ModelRef, Plan, Section, Symbol, rank_position
+from secc.runtime.plan.schema import (
+    Cost,
+    Edge,
+    Mesh,
+    ModelRef,
+    Plan,
+    Section,
+    SubgroupCost,
+    Symbol,
+    rank_position,
+)
 from secc.runtime.plan.step_program import SampleMeta, gather_rounds, replica_first_ranks
 from secc.runtime.schedule.scheduler import ScheduleCandidate as Order
 from secc.runtime.schedule.scheduler import find_candidate
@@ -146,7 +156,7 @@ class PlanEvaluator:
                 c,
                 ranks[group[s]],
                 partial(limit_of, s),
-                subgroup_room(s, prefetch_bytes) if c.cp_per == "micro_batch" else 0,
+                partial(subgroup_room, s, prefetch_bytes),
             )
             for s, c in chosen.items()
         }
@@ -195,7 +205,7 @@ class PlanEvaluator:
         c: Candidate,
         ranks: Sequence[int],
         room_at: Callable[[int], InFlightLimit],
-        subgroup_bytes: int,
+        subgroup_room: Callable[[int], int],
     ) -> list[Section]:
         """Stages of a section, or the section itself without a pipeline."""
         work, load = self._rank_load(section, c)
@@ -207,6 +217,7 @@ class PlanEvaluator:
         )
         later = weight_gradient_permille(load.cost, c.recompute) if c.backward_parts > 1 else 0
         saved = scale_expression(saved, Fraction(1, c.chunks)) if c.chunks > 1 else saved
+        subgroups = subgroup_costs(work, work.loads[section], c)
         stages: list[Section] = []
         for i in range(c.shape.stages):
             place = rank_position(i, c.pp, c.placement)
@@ -233,8 +244,18 @@ class PlanEvaluator:
                 chunks=c.chunks,
                 placement=c.placement,
                 cp_per=c.cp_per,
-                subgroups=subgroup_costs(work, work.loads[section], c) if c.cp_per == "micro_batch" else (),
-                subgroup_bytes=subgroup_bytes,
+                subgroups=tuple(
+                    SubgroupCost(
+                        s.ranks,
+                        replace(
+                            s.cost,
+                            forward_ns=load.stages.time_of_stage(s.cost.forward_ns, is_last),
+                            backward_ns=load.stages.time_of_stage(s.cost.backward_ns, is_last),
+                        ),
+                    )
+                    for s in subgroups
+                ),
+                subgroup_bytes=subgroup_room(i) if subgroups else 0,
                 whole_batch=bool(self.work.whole_batch_kind(load)),
             )
             stages.append(

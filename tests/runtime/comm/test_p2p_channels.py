@@ -74,8 +74,8 @@ class _Layout:
 
     dtype, pair_tag = torch.float32, staticmethod(lambda pair: pair[0])
 
-    def message_numel(self, pair: tuple[int, int]) -> int:
-        return 4
+    def slice_bounds(self, pair: tuple[int, int], index: int, count: int) -> tuple[int, int]:
+        return 0, 4
 
 
 @pytest.mark.gloo

@@ -131,18 +131,23 @@ def with_memory_bound(draw: st.DrawFn, section: Section) -> Section:
 
 
 @st.composite
-def with_dealt_samples(draw: st.DrawFn, section: Section) -> Section:
-    """Draws whether the ranks of cp divide every sample of a section, or subgroups of them may compute
-    different samples."""
-    if section.mesh.cp == 1 or section.mesh.ep > 1 or draw(st.booleans()):
-        return section
-    degrees = [n for n in range(1, section.mesh.cp) if section.mesh.cp % n == 0]
-    subgroups = tuple(
-        SubgroupCost(n, Cost(draw(cost_texts), draw(cost_texts), saved=f"10*B*S//{n}"))
-        for n in draw(st.sampled_from([degrees, degrees[:1], degrees[-1:]]))
-    )
-    limit = draw(st.sampled_from([0, 100, 300, 1 << 40]))
-    return dataclasses.replace(section, cp_per="micro_batch", subgroups=subgroups, subgroup_bytes=limit)
+def with_dealt_samples(draw: st.DrawFn, made: Sequence[Section]) -> list[Section]:
+    """Draws whether the ranks of cp divide every sample of a section, or of its stages, or subgroups of them
+    may compute different samples."""
+    cp = made[0].mesh.cp
+    if cp == 1 or draw(st.booleans()):
+        return [*made]
+    degrees = [n for n in range(1, cp) if cp % n == 0]
+    chosen = draw(st.sampled_from([degrees, degrees[:1], degrees[-1:]]))
+    found: list[Section] = []
+    for section in made:
+        subgroups = tuple(
+            SubgroupCost(n, Cost(draw(cost_texts), draw(cost_texts), saved=f"10*B*S//{n}")) for n in chosen
+        )
+        limit = draw(st.sampled_from([0, 100, 300, 1 << 40]))
+        changes: dict[str, Any] = {"subgroups": subgroups, "subgroup_bytes": limit}
+        found.append(dataclasses.replace(section, cp_per="micro_batch", **changes))
+    return found
 
 
 def with_expert_parts(draw: st.DrawFn, made: Sequence[Section]) -> list[Section]:
@@ -170,18 +175,21 @@ def random_pipelines(draw: st.DrawFn, name: str, world: int) -> list[Section]:
         options["cp"] = draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0]))
         made = make_section(name, first, **options, forward=draw(cost_texts), backward=draw(cost_texts))
         made = dataclasses.replace(made, in_flight=draw(st.integers(0, 3)))
-        made = with_expert_parts(draw, [made])[0]
-        return [draw(with_memory_bound(draw(with_dealt_samples(made))))]
+        (made,) = draw(with_dealt_samples(with_expert_parts(draw, [made])))
+        return [draw(with_memory_bound(made))]
     ranks = [first, *(draw(st.permutations(range(world)))[: len(first)] for _ in range(count - 1))]
     in_flight = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    options["cp"] = draw(st.sampled_from([n for n in range(1, len(first) + 1) if len(first) % n == 0]))
     made = make_stages(
         name, ranks, in_flight=in_flight, **options, forward=draw(cost_texts), backward=draw(cost_texts)
     )
-    split = 500 if options["mode"] == "train" and options["sharding"] == "none" and draw(st.booleans()) else 0
+    may_split = options["mode"] == "train" and options["sharding"] == "none" and options["cp"] == 1
+    split = 500 if may_split and draw(st.booleans()) else 0
     parts = [draw(st.sampled_from([split, split, 0])) for _ in made]
+    made = made if split else draw(with_dealt_samples(with_expert_parts(draw, made)))
     return [
         draw(with_memory_bound(dataclasses.replace(s, weight_permille=part)))
-        for s, part in zip(with_expert_parts(draw, made) if not split else made, parts, strict=True)
+        for s, part in zip(made, parts, strict=True)
     ]
 
 
