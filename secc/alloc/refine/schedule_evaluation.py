@@ -249,8 +249,8 @@ class PlanEvaluator:
                         s.ranks,
                         replace(
                             s.cost,
-                            forward_ns=load.stages.time_of_stage(s.cost.forward_ns, is_last),
-                            backward_ns=load.stages.time_of_stage(s.cost.backward_ns, is_last),
+                            forward_ns=load.stages.time_of_stage(s.cost.forward_ns, i),
+                            backward_ns=load.stages.time_of_stage(s.cost.backward_ns, i),
                         ),
                     )
                     for s in subgroups
