@@ -1,11 +1,12 @@
-"""Compares one cp for all samples of a section with one for each micro-batch, in the simulator.
+"""Compares one cp for all samples of a section with one for each micro-batch, and both with baselines, in the
+simulator.
 
     python -m tools.compare_dynamic_cp PLAN ...        prints a table; `--json FILE` writes it
 
-Each PLAN is the directory of a compiled workload (`tools/workloads`) in which sections have cp. All its
-choices are pinned and planned again from the IR that the directory keeps, with `cp_per=section` and with
-`cp_per=micro_batch` for each section with cp that may have it. Both plans take the same samples: the first
-global batches of the workload's dataset. Nothing runs on a GPU.
+Each PLAN is the directory of a compiled workload (`tools/workloads`). It is planned again from the IR that
+the directory keeps: freely but with `cp_per=section`, which gives the best plan with a static cp, and with
+all choices pinned but how samples are dealt. All plans and baselines, which have a static cp, take the same
+samples: the first global batches of the workload's dataset. Nothing runs on a GPU.
 """
 
 from __future__ import annotations
@@ -13,47 +14,60 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from secc.api.simulation import simulate_plan
+from secc.baselines.compare import BaselineComparison
 from secc.driver.replan_from_run import plan_pins
 from secc.driver.what_if import replan_with_changes
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Plan
 from secc.simulate.events import SimulatedStep
+from secc.simulate.global_batches import load_global_batches
 from tools.benchmark_table import BenchmarkTable, add_json_option
 
 STEPS = 3
+BASELINES = ("uniform", "mimo")
 COLUMNS = (
     "workload",
-    "sections with cp",
-    "step, one cp, s",
-    "1 or all ranks, s",
+    "best layout, static cp",
+    "step, s",
+    "layout of the plan",
+    "all ranks, s",
+    "1 or all, s",
     "any degree, s",
+    "plan, s",
     "ratio",
     "samples by degree",
-    "GiB",
-    "GiB, any degree",
+    *(f"{name} / plan" for name in BASELINES),
+    "GiB, static",
+    "GiB, plan",
 )
 ABOUT = (
-    f"Simulated steps of the same layouts, mean of {STEPS} global batches of each workload; times are those "
-    "of the cost model, nothing has been timed on a GPU. one cp: all ranks of cp share each sample. 1 or all "
-    "ranks: of a micro-batch. any degree: any divisor of cp. ratio: of the last to the first. samples by "
-    "degree: of sections with cp. GiB: the most that a rank holds in the first batch."
+    f"Simulated steps, mean of {STEPS} global batches of each workload; times are those of the cost model, "
+    "nothing has been timed on a GPU. Best layout, static cp: of a free search in which all of cp share "
+    "each sample. layout of the plan: of the sections that have cp; its steps if all ranks of cp share each "
+    "sample, if a sample goes to one rank or to all, and to any divisor of cp. ratio: of the plan's step to "
+    "that with static cp. samples by degree: of sections with cp in the plan. uniform, mimo: with a cp "
+    "that is static. GiB: the most that a rank holds in the first batch."
 )
 
 
-def with_cp_per(plan: Plan, what: str) -> tuple[str, ...]:
-    """The pins of a plan with another choice of what has one cp, where there is a choice."""
-    return tuple(f"{pin.partition('=')[0]}={what}" if ".cp_per=" in pin else pin for pin in plan_pins(plan))
+def with_dealing(plan: Plan, *words: str) -> tuple[str, ...]:
+    """The pins of a plan with other ones for how samples are dealt, in each section with cp."""
+    kept = [pin for pin in plan_pins(plan) if ".cp_per=" not in pin and ".cp_degrees=" not in pin]
+    return (*kept, *(f"{s.name}.{word}" for s in plan.user_sections if s.mesh.cp > 1 for word in words))
 
 
-def without_degrees(plan: Plan) -> Plan:
-    """The plan with samples on one rank of cp, or on all of them, only."""
-    sections = (replace(s, subgroups=tuple(g for g in s.subgroups if g.ranks == 1)) for s in plan.sections)
-    return replace(plan, sections=tuple(sections))
+def describe_layout(plan: Plan) -> str:
+    """Degrees of the sections with cp, of all where none has it."""
+    sections = [s for s in plan.user_sections if s.mesh.cp > 1] or plan.user_sections
+    return "; ".join(
+        f"{s.name}: "
+        + ", ".join(f"{key} {n}" for key in ("dp", "pp", "tp", "cp") if (n := getattr(s.mesh, key)) > 1)
+        for s in sections
+    )
 
 
 def samples_by_degree(steps: Sequence[SimulatedStep]) -> str:
@@ -71,22 +85,27 @@ def samples_by_degree(steps: Sequence[SimulatedStep]) -> str:
 def compare(directory: Path) -> tuple[object, ...]:
     """The row of a workload's plan directory."""
     plan = load_plan(directory)
-    _, divided = replan_with_changes(directory, with_cp_per(plan, "section"))
-    _, dealt = replan_with_changes(directory, with_cp_per(plan, "micro_batch"))
-    made = [simulate_plan(directory, p, steps=STEPS) for p in (divided, without_degrees(dealt), dealt)]
-    seconds = [simulated.measures.step_time_s for simulated in made]
+    _, static = replan_with_changes(directory, [f"{s.name}.cp_per=section" for s in plan.user_sections])
+    ways = (("cp_per=section",), ("cp_per=micro_batch", "cp_degrees=one_or_all"), ("cp_per=micro_batch",))
+    pinned = [replan_with_changes(directory, with_dealing(plan, *words))[1] for words in ways]
+    made = [simulate_plan(directory, p, steps=STEPS) for p in (static, *pinned, plan)]
+    static_s, *dealt_s, plan_s = [simulated.measures.step_time_s for simulated in made]
     memory = [simulated.first_measures.peak_memory_gib for simulated in (made[0], made[-1])]
-    layouts = (
-        f"{s.name}: dp {s.mesh.dp}, tp {s.mesh.tp}, cp {s.mesh.cp}, micro-batch {s.micro_batch}"
-        for s in plan.user_sections
-        if s.mesh.cp > 1
+    batches, comparison = (
+        list(load_global_batches(directory, plan, steps=STEPS)),
+        BaselineComparison(directory),
     )
+    baselines = [comparison.find_best(name, batches).step_time_s for name in BASELINES]
     return (
         directory.name,
-        "; ".join(layouts),
-        *(f"{s:.2f}" for s in seconds),
-        f"{seconds[-1] / seconds[0]:.3f}",
+        describe_layout(static),
+        f"{static_s:.2f}",
+        describe_layout(plan),
+        *(f"{s:.2f}" for s in dealt_s),
+        f"{plan_s:.2f}",
+        f"{plan_s / static_s:.3f}",
         samples_by_degree(made[-1].steps),
+        *("-" if s is None else f"{s / plan_s:.2f}" for s in baselines),
         *("-" if gib is None else f"{gib:.1f}" for gib in memory),
     )
 

@@ -107,6 +107,7 @@ class _BatchTimes:
         self._samples, self._symbols = [sample for batch in batches for sample in batch], plan_symbols(graph)
         self._most_together = max(map(len, batches), default=1)
         self._sizes: list[Mapping[str, int]] = []
+        self._cached: dict[object, _SampleTimes] = {}
         for batch in batches:
             sizes: list[Mapping[str, int]] = [sample.sizes for sample in batch]
             if graph.widths is not None and graph.widths.data == "global":
@@ -156,28 +157,38 @@ class _BatchTimes:
         active: Sequence[int],
         columns: Mapping[str, Sequence[int]],
     ) -> _SampleTimes:
-        """Times on replicas of a rank's shape. Without stages, a sample may be computed by a subgroup of the
-        ranks of cp."""
-        cp, one_stage = rank.shape.cp, rank.shape.stages == 1
+        """Times on replicas of a rank's shape. A sample may be computed by a subgroup of the ranks of cp."""
+        cp = rank.shape.cp
         found: list[_SampleTimes] = []
-        for ranks in (n for n in range(1, cp + 1) if n == cp or (one_stage and cp % n == 0)):
-            own = (
-                rank
-                if ranks == cp
-                else work.rank_load(load, rank.shape._replace(cp=ranks), rank.row_attention)
-            )
-            forward_ns, backward_ns = own.pass_ns(recompute)
-            (forward, added), (backward, also_added) = (
-                self._times_of_stages(own, text, columns, len(active))
-                for text in (forward_ns, "0" if own.mode == "forward" else backward_ns)
-            )
-            weights = [own.shape.tp * ranks * (a + b) for a, b in zip(added, also_added, strict=True)]
-            found.append(
-                _SampleTimes(
-                    *(dict(zip(active, figures, strict=True)) for figures in (weights, forward, backward))
-                )
-            )
+        for ranks in (n for n in range(1, cp + 1) if cp % n == 0):
+            shape = rank.shape._replace(cp=ranks)
+            # The same subgroups occur under several cp.
+            key = work.cluster.device.kind, load.name, shape, rank.row_attention, recompute
+            if key not in self._cached:
+                own = rank if ranks == cp else work.rank_load(load, shape, rank.row_attention)
+                self._cached[key] = self._times_on_ranks(own, recompute, active, columns)
+            found.append(self._cached[key])
         return reduce(_SampleTimes.least_of_each, found)
+
+    def _times_on_ranks(
+        self,
+        rank: SectionLoad,
+        recompute: str,
+        active: Sequence[int],
+        columns: Mapping[str, Sequence[int]],
+    ) -> _SampleTimes:
+        """Times where all ranks of cp share each sample."""
+        forward_ns, backward_ns = rank.pass_ns(recompute)
+        (forward, added), (backward, also_added) = (
+            self._times_of_stages(rank, text, columns, len(active))
+            for text in (forward_ns, "0" if rank.mode == "forward" else backward_ns)
+        )
+        ranks = rank.shape.tp * rank.shape.cp
+        weights = [ranks * (a + b) for a, b in zip(added, also_added, strict=True)]
+        columns_by_sample = (
+            dict(zip(active, figures, strict=True)) for figures in (weights, forward, backward)
+        )
+        return _SampleTimes(*columns_by_sample)
 
     def _times_of_stages(
         self, rank: SectionLoad, text: str, columns: Mapping[str, Sequence[int]], count: int
