@@ -60,6 +60,7 @@ def simulate(
 class _SimulatedMessage:
     """A message; `send_posted` and `receive_posted` are the times when its ends were posted."""
 
+    key: MessageKey
     sender: int
     receiver: int
     samples: tuple[int, ...]
@@ -78,7 +79,7 @@ class _Rank:
     program: Sequence[Instruction]
     next_instruction: int = 0
     free_at: int = 0
-    receives: list[MessageKey] = field(default_factory=list)
+    receives: list[_SimulatedMessage] = field(default_factory=list)
     passed_receives: int = 0
     last_arrival: int = 0  # when its last message arrives
     packing: int = -1  # index of the SEND instruction that is packed now, or was packed last
@@ -99,6 +100,7 @@ class _Simulator:
             for s in plan.sections
         }
         self.sections = {s.name: s for s in plan.sections}
+        self.replica_sizes = {s.name: s.mesh.replica_size for s in plan.sections}
         self.messages, self.consumed_messages = self._list_messages()
         self.ranks = [self._rank_state(program, rank) for rank, program in enumerate(schedule.programs)]
         in_step = gather_rounds(plan.sections, schedule.micro_batches)
@@ -140,27 +142,27 @@ class _Simulator:
     def resume_rank(self, index: int, time: int) -> None:
         """Runs a rank from `time` until it computes, waits or ends."""
         rank = self.ranks[index]
-        while rank.next_instruction < len(rank.program):
-            i = rank.program[rank.next_instruction]
-            if i.kind in COMPUTE_KINDS and not self.start_computation(index, i):
+        program = rank.program
+        while rank.next_instruction < len(program):
+            i = program[rank.next_instruction]
+            kind = i.kind
+            if kind in COMPUTE_KINDS:
+                rank.next_instruction += self.start_computation(index, i)
                 return
-            if i.kind == "SEND" and not self.pack_message(rank, index, time):
-                return
-            rank.next_instruction += 1
-            match i.kind:
-                case "F" | "B" | "W":
+            if kind == "SEND":
+                if not self.pack_message(rank, index, time):
                     return
-                case "SEND":
-                    self.post_message_end(self._message_key(i, index), time, sent=True)
-                case "RECV":
-                    rank.passed_receives += 1
-                    self.post_receives(index, time)
-                case "REDUCE":
-                    self.last_backwards[i.section].setdefault(index, (time, time))
-                case "STEP":
-                    rank.program_end = time
-                case _:
-                    raise ValueError(f"cannot simulate `{i}`")
+                self.post_message_end(self.messages[self._message_key(i, index)], time, sent=True)
+            elif kind == "RECV":
+                rank.passed_receives += 1
+                self.post_receives(index, time)
+            elif kind == "REDUCE":
+                self.last_backwards[i.section].setdefault(index, (time, time))
+            elif kind == "STEP":
+                rank.program_end = time
+            else:
+                raise ValueError(f"cannot simulate `{i}`")
+            rank.next_instruction += 1
 
     # -- computation
 
@@ -171,23 +173,24 @@ class _Simulator:
         Ranks that compute together wait for each other; the last one starts the computation for all of them.
         """
         rank = self.ranks[index]
-        messages = [self.messages[k] for k in self.consumed_messages[i.kind, i.section, i.micro, index]]
-        missing = next((m for m in messages if m.arrival is None), None)
-        if missing is not None:
-            missing.receiver_waits = True
-            return False
-        last_message = max(messages, key=lambda m: m.arrival or 0, default=None)
-        arrival = last_message.arrival or 0 if last_message is not None else 0
-        start = max(rank.free_at, arrival)
-        in_transit_from = (
-            start
-            if arrival <= rank.free_at or last_message is None
-            else max(rank.free_at, last_message.send_posted or 0)
-        )
+        last_message, arrival = None, -1
+        for m in self.consumed_messages.get((i.kind, i.section, i.micro, index), ()):
+            if m.arrival is None:
+                m.receiver_waits = True
+                return False
+            if m.arrival > arrival:
+                last_message, arrival = m, m.arrival
+        start = in_transit_from = max(rank.free_at, arrival)
+        if last_message is not None and arrival > rank.free_at:
+            in_transit_from = max(rank.free_at, last_message.send_posted or 0)
         lockstep = self.rounds.get((i.section, i.micro), (i.micro,))
+        replica_size = self.replica_sizes[i.section]
+        if replica_size == 1 and len(lockstep) == 1:
+            self._record_computation(index, i, in_transit_from, start, start + self.computation_ns(i))
+            return True
         together = self.waiting_together[i.kind, i.section, lockstep[0]]
         together[index] = i, in_transit_from, start
-        if len(together) < self.sections[i.section].mesh.replica_size * len(lockstep):
+        if len(together) < replica_size * len(lockstep):
             return False
         start = max(at for _, _, at in together.values())
         end = start + max(self.computation_ns(i._replace(micro=m)) for m in lockstep)
@@ -229,12 +232,11 @@ class _Simulator:
         """Posts receives up to a window ahead of the last one that the program has passed."""
         rank = self.ranks[index]
         first = rank.passed_receives + RECEIVE_WINDOW - 1 if rank.passed_receives else 0
-        for key in rank.receives[first : rank.passed_receives + RECEIVE_WINDOW]:
-            self.post_message_end(key, time, sent=False)
+        for message in rank.receives[first : rank.passed_receives + RECEIVE_WINDOW]:
+            self.post_message_end(message, time, sent=False)
 
-    def post_message_end(self, key: MessageKey, time: int, sent: bool) -> None:
+    def post_message_end(self, m: _SimulatedMessage, time: int, sent: bool) -> None:
         """Posts one end of a message; if the other one is posted too, the message moves."""
-        m = self.messages[key]
         if sent:
             m.send_posted = time
         else:
@@ -243,15 +245,18 @@ class _Simulator:
             return
         start, m.arrival = self.network.send_message(m.sender, m.receiver, m.size, time)
         self.transfers.append(
-            TransferEvent(*key[:4], m.sender, m.receiver, m.samples, m.size, m.send_posted, start, m.arrival)
+            TransferEvent(
+                *m.key[:4], m.sender, m.receiver, m.samples, m.size, m.send_posted, start, m.arrival
+            )
         )
-        self.ranks[m.sender].last_arrival = max(self.ranks[m.sender].last_arrival, m.arrival)
+        sender = self.ranks[m.sender]
+        sender.last_arrival = max(sender.last_arrival, m.arrival)
         if m.receiver_waits:
             heapq.heappush(self.wake_times, (time, m.receiver))
 
     def _list_messages(
         self,
-    ) -> tuple[dict[MessageKey, _SimulatedMessage], dict[ComputeKey, list[MessageKey]]]:
+    ) -> tuple[dict[MessageKey, _SimulatedMessage], dict[ComputeKey, list[_SimulatedMessage]]]:
         """All messages between ranks, and the messages that each computation consumes."""
         ranks_of = {
             (n, m.index): ranks_by_replica(self.sections[n])[m.replica]
@@ -259,7 +264,7 @@ class _Simulator:
             for m in micros
         }
         messages: dict[MessageKey, _SimulatedMessage] = {}
-        needs: dict[ComputeKey, list[MessageKey]] = defaultdict(list)
+        needs: dict[ComputeKey, list[_SimulatedMessage]] = defaultdict(list)
         for e in self.plan.edges:
             layout = EdgeLayout(e, self.plan, self.schedule, self.samples)
             flag = {"fwd": 0, "bwd": 1}  # gradients are followed by a flag
@@ -276,12 +281,14 @@ class _Simulator:
                         start, stop = slice_bounds(entries, part.index, part.count)
                         key = (e.name, direction, *pair, part.sender, part.receiver)
                         size = (stop - start + flag[direction]) * layout.dtype.itemsize
-                        messages[key] = _SimulatedMessage(part.sender, part.receiver, samples, size)
-                        needs[*consumer, part.receiver].append(key)
+                        message = _SimulatedMessage(key, part.sender, part.receiver, samples, size)
+                        messages[key] = message
+                        needs[*consumer, part.receiver].append(message)
         return messages, needs
 
     def _rank_state(self, program: Sequence[Instruction], index: int) -> _Rank:
-        return _Rank(program, receives=[self._message_key(i, index) for i in program if i.kind == "RECV"])
+        received = (self._message_key(i, index) for i in program if i.kind == "RECV")
+        return _Rank(program, receives=[self.messages[key] for key in received])
 
     def _message_key(self, i: Instruction, index: int) -> MessageKey:
         ends = (index, i.peer) if i.kind == "SEND" else (i.peer, index)

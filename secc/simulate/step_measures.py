@@ -223,6 +223,7 @@ class _HeldBytes:
                 self.sections_by_rank[rank].append(s)
         self.parameters: dict[tuple[str, ...], int] = {}
         self.saved: dict[tuple[str, int], int] = {}
+        self.running_ahead = _sections_that_run_ahead(step)
 
     def over_time(self, rank: int) -> list[tuple[int, int]] | None:
         """What `memory_over_time` returns."""
@@ -232,7 +233,7 @@ class _HeldBytes:
         fixed += self._streamed_activation_bytes(rank)
         changes = [
             *_in_flight_changes(self.step, rank, self._saved_bytes),
-            *_prefetched_result_changes(self.step, rank, self.sizes),
+            *_prefetched_result_changes(self.step, rank, self.sizes, self.running_ahead),
         ]
         return [(0, fixed), *((time, fixed + bytes_) for time, bytes_ in _running_totals(changes))]
 
@@ -324,12 +325,23 @@ def _in_flight_changes(step: SimulatedStep, rank: int, amount: MicroBatchAmount)
                 yield (c.start, size) if c.kind == "F" else (c.end, -size)
 
 
+def _sections_that_run_ahead(step: SimulatedStep) -> list[Section]:
+    """The sections with results of the step before, or for the next one."""
+    schedule = step.schedule
+    return [
+        s
+        for s in step.plan.sections
+        if schedule.prefetched.get(s.name)
+        or any(map(schedule.is_of_next_batch, schedule.micro_batches[s.name]))
+    ]
+
+
 def _prefetched_result_changes(
-    step: SimulatedStep, rank: int, sizes: PredictedCosts
+    step: SimulatedStep, rank: int, sizes: PredictedCosts, running_ahead: Sequence[Section]
 ) -> Iterator[TimedChange]:
     """Changes by prefetched results: those of the step before until all are sent, those for the next step
     from their start."""
-    for section in (s for s in step.plan.sections if rank in s.mesh.ranks):
+    for section in (s for s in running_ahead if rank in s.mesh.ranks):
         out = {e.name: e for e in step.plan.edges if e.src == section.name}
         sent: Counter[int] = Counter()
         for t in step.transfers_by_sender.get(rank, ()):
