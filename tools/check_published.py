@@ -87,7 +87,7 @@ def cluster_of(row: Row) -> str:
 
 def pins_of(row: Row) -> tuple[str, ...]:
     """The layout of a row as `--set` takes it."""
-    choices = {key: row[key] for key in ("tp", "pp", "dp", "recompute", "sharding")}
+    choices = {key: row[key] for key in ("tp", "pp", "dp", "recompute", "sharding")} | {"offload": "none"}
     if row.get("mbs"):
         choices["micro_batch"] = row["mbs"]
     if row["tp"] > 1:  # what hid sums over tp is a habit of the framework
