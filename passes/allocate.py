@@ -45,7 +45,7 @@ from secc.alloc.refine.schedule_evaluation import PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory
 from secc.cluster import GIB, Cluster, parse_cluster
 from secc.cost.model.step_overheads import cluster_with_overheads
-from secc.errors import UserError
+from secc.errors import ImpossibleChoice, UserError
 from secc.ir.analysis.token_count import token_count
 from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_section
 from secc.ir.dialect.ops import GraphOp, graph_of
@@ -187,6 +187,9 @@ class Allocate(ModulePass):
         if solution is None and work.cluster.device.backend == "cpu":
             asked = self._build_problem(work, pins, size, free=True)
             solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
+        if solution is None and (stages := self._stages_without_offload()):
+            # Other stages may fit as well as these did before layers were captured; host memory comes last.
+            raise ImpossibleChoice(explain_infeasibility(work, asked, pins), stages)
         if solution is None and work.cluster.device.backend != "cpu":
             offloading = work.with_offloads()
             with_offload = self._build_problem(offloading, pins, size, free=True)
@@ -200,6 +203,13 @@ class Allocate(ModulePass):
         if solution is None:
             raise explain_infeasibility(work, asked, pins)
         return SolvedAllocation(work, asked, solution, pins, size)
+
+    def _stages_without_offload(self) -> list[str]:
+        """The stages of a plan that fitted on devices alone, as far as the user has not pinned them."""
+        offloads = {
+            text.partition("=")[2] for text in self.known if text.partition("=")[0].endswith(".offload")
+        }
+        return [stage for stage in self.stages if stage not in self.set] if offloads == {"none"} else []
 
     def _solve_with_copies(self, solved: SolvedAllocation, won: RefinedPlan) -> SolvedAllocation | None:
         """The best plan by closed forms where activations may be in host memory, None unless that may save

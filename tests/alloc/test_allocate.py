@@ -12,7 +12,7 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from secc import pass_pipeline
 from secc.alloc.explain import plan_choices
 from secc.codegen.plan_builder import attribute_value
-from secc.errors import UserError
+from secc.errors import ImpossibleChoice, UserError
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io import module_text
 from secc.passes.allocate import Allocate
@@ -481,6 +481,18 @@ def test_activations_leave_where_that_takes_less_time_than_running_again(
     if shorter:
         assert section_attribute(found, "lm", "saved") == "4"  # the loss; layers are on their way
         assert section_attribute(found, "lm", "host_gib") > 100
+
+
+def test_stages_that_no_longer_fit_are_taken_back_before_host_memory_is_used() -> None:
+    """A closer look at a plan on devices alone finds that it does not fit: other stages may; those of the user
+    stay."""
+    options: dict[str, Any] = {"cluster": "1x1xH100", "global_batch": 16, "known": ("lm.offload=none",)}
+    model = layered_model(6 * 10**9)
+    with pytest.raises(ImpossibleChoice, match="does not fit") as error:
+        allocate_model(model, **options, stages=("lm.pp=1",))
+    assert error.value.choices == ("lm.pp=1",)
+    pinned = allocate_model(model, **options, stages=("lm.pp=1",), set=("lm.pp=1",))
+    assert section_attribute(pinned, "lm", "offload") == "optimizer"
 
 
 def test_host_memory_has_a_limit(tmp_path: Path) -> None:
