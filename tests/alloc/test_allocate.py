@@ -484,7 +484,7 @@ def test_activations_leave_where_that_takes_less_time_than_running_again(
 
 
 def test_stages_that_no_longer_fit_are_taken_back_before_host_memory_is_used() -> None:
-    """A closer look at a plan on devices alone finds that it does not fit: other stages may; those of the user
+    """A closer look at a plan on devices alone finds that it does not fit: others may. The user's stages
     stay."""
     options: dict[str, Any] = {"cluster": "1x1xH100", "global_batch": 16, "known": ("lm.offload=none",)}
     model = layered_model(6 * 10**9)
