@@ -118,6 +118,8 @@ def recipes(task: str, model: nn.Module) -> Iterator[Recipe]:
         yield from _plain_inputs(names, config)
         return
     label = _LABELS.get(task)
+    if task == "causal" and "num_codebooks" in vars(config):
+        yield Recipe("codes", _codes(config), Batching(joined=frozenset({"input_ids"})))
     if task in ("causal", "masked", "seq2seq", "multimodal"):
         yield from _language(task, names, config, model)
         if task != "seq2seq" and "decoder_input_ids" in names:
@@ -332,6 +334,16 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
         if "past_time_features" in names:
             yield Recipe("series with features of time", _forecast(config), Batching())
         yield Recipe("series", _drawn("past_values", length, inputs), Batching())
+
+
+def _codes(config: Any) -> Draw:
+    """Codes of several codebooks, a row for each, and a label for each step and codebook."""
+
+    def codes(g: torch.Generator) -> Sample:
+        ids = torch.stack([words(g, FIXED) for _ in range(config.num_codebooks)])
+        return {"input_ids": ids, "labels": ids.T.contiguous()}
+
+    return codes
 
 
 def _forecast(config: Any) -> Draw:

@@ -137,7 +137,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
     "xmod": {"default_language": "en_XX"},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "esmc": {"vocab_size": VOCABULARY},
     "layoutlmv3": {"coordinate_size": 5, "shape_size": 6},
     "lilt": {"hidden_size": 48, "intermediate_size": 96},
