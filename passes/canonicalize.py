@@ -1,5 +1,5 @@
-"""`canonicalize`: small rewrites of glue that change no value and no gradient, then common subexpression
-elimination.
+"""`canonicalize`: small rewrites of glue that change no value beyond rounding and no gradient, then common
+subexpression elimination.
 
 Rules are a table: a condition on an op, and the value that replaces its result. A replacement needs the
 result's type, gradient included, so `detach` of something trainable stays.
@@ -23,11 +23,13 @@ from xdsl.passes import ModulePass
 
 from secc.ir.analysis.dataflow import is_random_op
 from secc.ir.analysis.shared_memory import reaches_block
-from secc.ir.dialect.ops import CaseOp, ConstOp, GlueOp, GuardOp, InputOp, ParamOp, graph_of
+from secc.ir.dialect.argument_template import OperandRef
+from secc.ir.dialect.ops import CaseOp, Computation, ConstOp, GlueOp, GuardOp, InputOp, ParamOp, graph_of
 from secc.ir.dialect.tensor_type import tensor_type
 
 _VIEW_OPS = ("view", "_unsafe_view", "reshape")
 _OPPOSITE_COMPARISON = {"eq": "ne", "ne": "eq"}
+_NORMS = {"aten.linalg_vector_norm.default": "ord", "aten.norm.ScalarOpt_dim": "p"}  # and their order's name
 _DIM_SWAPS = ("transpose", "t", "permute", "numpy_T")
 
 
@@ -119,7 +121,38 @@ def _negate_comparison(op: GlueOp) -> SSAValue | None:
     )
 
 
-def _insert_before(op: GlueOp, new: GlueOp) -> SSAValue:
+def _square_of_norm(op: GlueOp) -> SSAValue | None:
+    """The square of a Euclidean norm as a sum of squares, which adds up over samples."""
+    inner = _producer_of_first(op)
+    if inner is None or inner.target.data not in _NORMS or len(op.operands) != 1:
+        return None
+    given, (x,) = inner.arguments, inner.operands
+    squared = _scalar_argument(op) == 2 if op.base_name == "pow" else _is_product_with_itself(op)
+    real = tensor_type(x).dtype.data in ("f16", "bf16", "f32", "f64")
+    if (
+        not squared
+        or not real
+        or given.get(1, _NORMS[inner.target.data], 2) != 2
+        or given.get(4, "dtype") is not None
+    ):
+        return None
+    dims, kept = given.get(2, "dim"), given.get(3, "keepdim", False)
+    place = {k: v for k, v in op.properties.items() if k not in ("target", "args")}
+    square = GlueOp.create_call("aten.mul.Tensor", [x], "$0, $0", [tensor_type(x)])
+    square.properties |= place
+    target, args = "aten.sum.default", "$0"
+    if dims is not None:
+        target, args = "aten.sum.dim_IntList", f"$0, {dims}, {kept}"
+    total = GlueOp.create_call(target, [_insert_before(op, square)], args, [tensor_type(op.results[0])])
+    total.properties |= place
+    return _insert_before(op, total)
+
+
+def _is_product_with_itself(op: GlueOp) -> bool:
+    return op.arguments.args == [OperandRef(0), OperandRef(0)] and not op.arguments.kwargs
+
+
+def _insert_before(op: GlueOp, new: Computation) -> SSAValue:
     block = op.parent_block()
     assert block is not None
     block.insert_op_before(new, op)
@@ -181,6 +214,7 @@ REWRITE_RULES = (
     ),
     RewriteRule(_VIEW_OPS, _is_any_op, _merge_views),
     RewriteRule(("bitwise_not", "logical_not"), _is_any_op, _negate_comparison),
+    RewriteRule(("pow", "mul"), _is_any_op, _square_of_norm),
 )
 
 

@@ -53,7 +53,13 @@ sec.graph "g" {
     %u1 = sec.glue "aten.rand.default" args "[2*B, 2, 2]" : !sec.tensor<["2*B", 2, 2], f32>
     %u2 = sec.glue "aten.rand.default" args "[2*B, 2, 2]" : !sec.tensor<["2*B", 2, 2], f32>
 
-    // CHECK-NEXT: %s1 = sec.glue "aten.add.Tensor" (%p, %p)
+    // The square of a norm is a sum of squares.
+    // CHECK-NEXT: %[[SQUARE:.*]] = sec.glue "aten.mul.Tensor" (%h) args "$0, $0"
+    // CHECK-NEXT: %n2 = sec.glue "aten.sum.dim_IntList" (%[[SQUARE]]) args "$0, [-1], True"
+    %n = sec.glue "aten.linalg_vector_norm.default" (%h) args "$0, 2, [-1], True" : !sec.tensor<[B, 1], f32, grad>
+    %n2 = sec.glue "aten.mul.Tensor" (%n) args "$0, $0" : !sec.tensor<[B, 1], f32, grad>
+
+    // CHECK: %s1 = sec.glue "aten.add.Tensor" (%p, %p)
     %s1 = sec.glue "aten.add.Tensor" (%p, %q) args "$0, $1" : !sec.tensor<["2*B", 2, 2], f32, grad>
     %s2 = sec.glue "aten.add.Tensor" (%s1, %r) args "$0, $1" : !sec.tensor<["2*B", 2, 2], f32, grad>
     %s3 = sec.glue "aten.add.Tensor" (%s2, %d) args "$0, $1" : !sec.tensor<["2*B", 2, 2], f32, grad>
@@ -62,8 +68,10 @@ sec.graph "g" {
     %s6 = sec.glue "aten.sum.default" (%s5) args "$0" : !sec.tensor<[], f32, grad>
     %f3 = sec.glue "aten.sum.default" (%f1) args "$0" : !sec.tensor<[], f32, grad>
     %f4 = sec.glue "aten.sum.default" (%f2) args "$0" : !sec.tensor<[], f32, grad>
+    %f5 = sec.glue "aten.sum.default" (%n2) args "$0" : !sec.tensor<[], f32, grad>
+    %s8 = sec.glue "aten.add.Tensor" (%f4, %f5) args "$0, $1" : !sec.tensor<[], f32, grad>
     %s7 = sec.glue "aten.add.Tensor" (%s6, %f3) args "$0, $1" : !sec.tensor<[], f32, grad>
-    %loss = sec.glue "aten.add.Tensor" (%s7, %f4) args "$0, $1" : !sec.tensor<[], f32, grad>
+    %loss = sec.glue "aten.add.Tensor" (%s7, %s8) args "$0, $1" : !sec.tensor<[], f32, grad>
     sec.return (%loss)
   }
 }

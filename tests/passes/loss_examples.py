@@ -106,6 +106,8 @@ GROUPS = {
         "(y - t).cosh().log().mean()",
         "torch.norm(y - t, p=1) / y.numel()",
         "torch.linalg.vector_norm(y - t, 1) / len(y)",
+        "torch.norm(y - t) ** 2 / y.numel()",
+        "torch.linalg.norm(y, dim=0, keepdim=True).square().mean() / len(y)",
     ],
     "sums under other names": [
         "torch.where(mask[..., None] > 0, y.pow(2), torch.nan).nansum() / mask.sum()",
