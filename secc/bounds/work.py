@@ -117,11 +117,13 @@ class BatchWork:
         return [(s, [p for p in self.active_samples[section.name] if fit[p]]) for s, fit in fits]
 
     def _message_times(self, edge: Edge) -> dict[int, int]:
-        """Message of each sample that both ends of an edge handle, over the fastest link there is."""
+        """Message of each sample that both ends of an edge handle, over the fastest link there is. Replicas
+        of several ranks exchange it in slices that may all travel at once (`route_message`)."""
         shared_samples = set(self.active_samples[edge.src]) & set(self.active_samples[edge.dst])
         link = self.traffic.fastest_link(edge)
+        slices = max(self.plan.find_section(name).mesh.replica_size for name in (edge.src, edge.dst))
         return {
-            p: message_ns(link, [sample_bytes(edge, self._costs.sample_sizes(p))] if link else ())
+            p: message_ns(link, [sample_bytes(edge, self._costs.sample_sizes(p)) // slices] if link else ())
             for p in shared_samples
         }
 

@@ -247,6 +247,18 @@ def test_messages_reductions_and_the_optimizer_count():
     assert schedule_bound(trained, [make_sample(0, length=10)]).ns == 30 + 2 * (10 + 200) + 7 * 400
 
 
+def test_slices_of_a_message_travel_at_once():
+    """Each of two ranks of the encoder sends half of a row to a rank of the language model, and gets half of
+    the gradient."""
+    two = make_section("vision", [0, 1], when=IMAGE, tp=2, forward="10*I", backward="20*I")
+    lm = make_section("lm", [2, 3], tp=2, forward="B*S", backward="2*B*S")
+    p = dataclasses.replace(make_plan([two, lm], [make_edge("vision", "lm")], 4), cluster=CLUSTER)
+    images = [make_sample(0, *IMAGE, images=1, length=10)]
+    wait = 10 + 16  # half a row of eight float32
+    assert schedule_bound(p, images).ns == 10 + wait + 30 + wait + 20
+    assert schedule_bound(p, images).ns <= simulate(p, images, schedule_with_makespan(p, images)[0]).end
+
+
 def test_the_plan_bound_shares_all_work_evenly():
     samples = [make_sample(0, *IMAGE, images=3, length=10), make_sample(1, length=20)]
     p = vlm_plan(encoders=1, replicas=2)
