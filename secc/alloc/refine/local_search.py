@@ -8,6 +8,9 @@ move from one group to another, or idle ranks are added to a group. Neighbours a
 such that each section gets its first neighbour before any gets its second, and other (tp, pp, ranks) come
 before other micro-batches. A plan does not count if its scheduled step exceeds memory.
 
+Closed forms may misjudge a section on few ranks. So the search goes on with plans that take ranks to the
+section that the schedule of the best plan shows to be busiest, until none of them is better.
+
 A full evaluation schedules several global batches with the scheduler's own search. To save time there are
 three levels. An *estimate* schedules one batch without search. Plans within `ESTIMATE_MARGIN` of the best
 estimate are evaluated on the first batch, and those within `FIRST_BATCH_MARGIN` of the best there on all
@@ -60,6 +63,9 @@ NEIGHBOURS_AT_ONCE = 8  # neighbours that are estimated before the search moves 
 VARIANTS_PER_SECTION = 6  # candidates of one section on as many ranks that become neighbours
 STEP_RESOLUTION = 1000  # steps that differ by less than 1/1000 count as equal
 RANK_COUNT_SHIFTS = (1, 2, 4, 8)  # steps up or down in the list of a group's possible rank counts
+LIGHTER_PLANS_AT_ONCE = 4  # plans with a lighter load that are estimated before the search moves
+MOST_LIGHTER_PLANS = 12  # that are estimated in all
+LOAD_RESOLUTION = 32  # a lighter load is less by a part of the step of which that has so many
 
 
 PlanKey = tuple[tuple[int, ...], tuple[str, ...]]
@@ -128,6 +134,7 @@ class _LocalSearch:
     evaluated: plans in the order of evaluation.
     estimates[plan]: result of the one-batch estimate.
     evaluations[plan]: results on the first batch, or on all.
+    lighter_plans: number of plans estimated because their busiest ranks have less to do.
     neighbourhood: the problem that new candidates come from.
     evaluate_one, evaluate_many: run one request here, or several on all cores.
     """
@@ -146,6 +153,7 @@ class _LocalSearch:
         self.evaluated: list[Assignment] = []
         self.estimates: dict[PlanKey, Evaluation] = {}
         self.evaluations: dict[PlanKey, list[Evaluation]] = {}
+        self.lighter_plans = 0
         self.candidates_by_ranks = {
             s: _index_by_ranks(cs, neighbourhood != problem) for s, cs in problem.sections.items()
         }
@@ -162,6 +170,8 @@ class _LocalSearch:
             if searches and (remaining := self._remaining_evaluations()):
                 self._estimate_plans(self._untried_neighbours(shortest)[: min(NEIGHBOURS_AT_ONCE, remaining)])
             challenger = self._select_best()
+            if challenger is shortest and searches and self._estimate_lighter_plans(shortest):
+                challenger = self._select_best()
             if challenger is shortest:
                 if self._confirm_on_all_batches(shortest):
                     return RefinedPlan(
@@ -339,6 +349,57 @@ class _LocalSearch:
             sorted((a for a in new.values() if self._closed_form_ns(a) <= most), key=self._closed_form_rank),
             shortest,
         )
+
+    def _estimate_lighter_plans(self, shortest: Assignment) -> bool:
+        """Estimates plans near the best one in which the busiest ranks have less to do, the lightest first.
+        Returns whether there are any that were not tried."""
+        most = min(LIGHTER_PLANS_AT_ONCE, MOST_LIGHTER_PLANS - self.lighter_plans)
+        own, loads = self._expected_load(shortest, shortest), dict[PlanKey, tuple[int, Assignment]]()
+        for a in self._plans_with_moved_ranks(shortest) if most > 0 else ():
+            key, load = _plan_key(a), self._expected_load(a, shortest)
+            if load < own and key not in self.estimates:
+                loads[key] = load, a
+        lighter = sorted(loads.values(), key=lambda found: (found[0], *self._closed_form_rank(found[1])))
+        self._estimate_plans(plans := [a for _, a in lighter[:most]])
+        self.lighter_plans += len(plans)
+        return bool(plans)
+
+    def _expected_load(self, a: Assignment, origin: Assignment) -> int:
+        """Load of the busiest ranks of a plan near an estimated one, in parts of the latter's step, of which
+        that has `LOAD_RESOLUTION`. How much a section's load is, the schedule has shown; the closed forms
+        say how it changes."""
+        evaluation = self.estimates[_plan_key(origin)]
+        loads = Counter[str]()
+        for s, i in a.choice.items():
+            before = self.problem.sections[s][origin.choice[s]]
+            after = self.problem.sections[s][i]
+            loads[a.group[s]] += evaluation.busy_ns.get(s, 0) * after.busy_ns // max(1, before.busy_ns)
+        return max(loads.values(), default=0) * LOAD_RESOLUTION // max(1, evaluation.time_ns)
+
+    def _plans_with_moved_ranks(self, a: Assignment) -> Iterator[Assignment]:
+        """Yields plans in which a group has more ranks and another one as many as are left, both with short
+        waits."""
+        ranks = {g: self.problem.sections[g][a.choice[g]].ranks for g in a.group.values()}
+        idle = self.problem.ranks - sum(ranks.values())
+        for g, shift in product(ranks, RANK_COUNT_SHIFTS):
+            if not (more := self._shifted_rank_count(g, ranks[g], shift)):
+                continue
+            for h in ranks:
+                left = ranks[h] + idle - (more - ranks[g])
+                fewer = more if h == g else self._largest_rank_count(h, min(left, ranks[h]), a.choice[h])
+                if fewer and (h != g or more - ranks[g] <= idle):
+                    changed = {
+                        s: more if a.group[s] == g else fewer for s in a.choice if a.group[s] in (g, h)
+                    }
+                    yield from map(self._shorten_waits, self._best_variants(a, changed, VARIANTS_PER_SECTION))
+
+    def _largest_rank_count(self, section: str, most: int, now: int) -> int | None:
+        """The largest number of ranks, up to `most`, that a section may have in replicas of the same shape as
+        candidate `now`, else in any; None if there is none."""
+        candidates, shape = self.problem.sections[section], self.problem.sections[section][now].shape
+        counts = {n: found for n, found in self.candidates_by_ranks[section].items() if found and n <= most}
+        alike = [n for n, found in counts.items() if any(candidates[i].shape == shape for i in found)]
+        return max(alike or counts, default=None)
 
     def _neighbour_plans(self, a: Assignment) -> Iterator[Assignment]:
         """Yields plans that differ in one section's candidate, or in the number of ranks of one or two

@@ -13,9 +13,9 @@ section's last backward. Memory counts the micro-batches in flight in that order
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, pairwise
@@ -75,17 +75,22 @@ BatchSamples = Sequence[SampleMeta]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean step time in ns, whether every rank has enough memory, and the number of scheduled tasks."""
+    """Mean step time in ns, whether every rank has enough memory, the number of scheduled tasks, and for each
+    section the ns that its busiest rank computes."""
 
     time_ns: int
     fits: bool
     tasks: int
+    busy_ns: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def mean_evaluation(steps: Sequence[Evaluation]) -> Evaluation:
     """Mean over several batches; fits if all fit."""
     return Evaluation(
-        sum(s.time_ns for s in steps) // len(steps), all(s.fits for s in steps), sum(s.tasks for s in steps)
+        sum(s.time_ns for s in steps) // len(steps),
+        all(s.fits for s in steps),
+        sum(s.tasks for s in steps),
+        {name: sum(s.busy_ns[name] for s in steps) // len(steps) for name in steps[0].busy_ns},
     )
 
 
@@ -134,7 +139,10 @@ class PlanEvaluator:
             time_ns = self._step_end(plan, chosen, order, timeline, batch)
             fits = self._fits_memory(plan, chosen, timeline)
         return Evaluation(
-            self.work.cluster.device.overheads.step_ns(len(batch)) + time_ns, fits, len(order.task_order)
+            self.work.cluster.device.overheads.step_ns(len(batch)) + time_ns,
+            fits,
+            len(order.task_order),
+            _busiest_ranks(order),
         )
 
     # -- the plan
@@ -458,6 +466,20 @@ def replay_order(order: Order, message_ns: Mapping[tuple[str, str], int]) -> tup
             if arrival > ready[then]:
                 ready[then] = arrival
     return starts, ends
+
+
+def _busiest_ranks(order: Order) -> dict[str, int]:
+    """Ns that the busiest rank of each section computes for it."""
+    busy: dict[str, Counter[int]] = defaultdict(Counter[int])
+    graph = order.step_tasks.graph
+    for n in order.step_tasks.ranges.values():
+        by_rank = busy[n.section.user_section_name]
+        for part in n.ranges:
+            for rank, ns in zip(
+                graph.rank_of[part.start : part.stop], graph.duration_ns[part.start : part.stop], strict=True
+            ):
+                by_rank[rank] += ns
+    return {name: max(by_rank.values(), default=0) for name, by_rank in busy.items()}
 
 
 def _run_sequentially(ends: Sequence[tuple[int, int]]) -> int:

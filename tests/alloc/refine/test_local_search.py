@@ -17,7 +17,12 @@ from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Assignment, Problem
 from secc.alloc.refine import schedule_evaluation as trials
-from secc.alloc.refine.local_search import RefinedPlan, _LocalSearch, refine_by_simulation
+from secc.alloc.refine.local_search import (
+    MOST_LIGHTER_PLANS,
+    RefinedPlan,
+    _LocalSearch,
+    refine_by_simulation,
+)
 from secc.alloc.refine.schedule_evaluation import BatchSamples, Evaluation, GroupRanks, PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation
 from secc.cluster import parse_cluster
@@ -96,6 +101,40 @@ def test_starts_have_short_waits_where_closed_forms_leave_a_choice() -> None:
         <= min(map(fill_and_drain, (asked for _ in slow), slow))
         < max(map(fill_and_drain, (asked for _ in slow), slow))
     )
+
+
+@pytest.mark.parametrize(("overloaded", "other"), [("vision", "lm"), ("lm", "vision")])
+def test_an_overloaded_section_gets_ranks(overloaded: str, other: str) -> None:
+    """Whatever closed forms say of it: the schedule has shown that its ranks are busy all the time."""
+    _, asked, evaluator = vlm_problem(ranks=8)
+    asked = replace(asked, strategy="apart")
+    index = {
+        s: next(i for i, c in enumerate(cs) if (c.ranks, c.micro_batch) == (4, 1))
+        for s, cs in asked.sections.items()
+    }
+    even = Assignment(index, {s: s for s in index})
+    search = _LocalSearch(evaluator, asked, asked, 0.0, NotImplemented, NotImplemented)
+    search.evaluated = [even]
+    key = tuple(even.choice.values()), tuple(even.group.values())
+    search.estimates[key] = Evaluation(10**9, True, 64, {overloaded: 990_000_000, other: 300_000_000})
+    search.evaluate_one = lambda _: Evaluation(10**9, True, 64)
+    assert search._estimate_lighter_plans(even)
+    for found in search.evaluated[1:]:
+        ranks = {s: asked.sections[s][i].ranks for s, i in found.choice.items()}
+        assert ranks[overloaded] > 4 > ranks[other] and sum(ranks.values()) <= 8
+        assert search._expected_load(found, even) < search._expected_load(even, even)
+    while search._estimate_lighter_plans(even):
+        pass
+    assert 1 < len(search.evaluated) <= 1 + MOST_LIGHTER_PLANS
+
+
+def test_the_busiest_rank_of_each_section_is_known() -> None:
+    _, asked, evaluator = vlm_problem(ranks=1)
+    solution = solve_allocation(asked)
+    assert solution is not None
+    step = evaluator.evaluate(solution.assignment, hand_out_ranks(asked, solution.assignment))
+    assert set(step.busy_ns) == set(asked.sections)
+    assert 0.9 * step.time_ns < sum(step.busy_ns.values()) <= step.time_ns  # one rank computes all
 
 
 def fill_and_drain(asked: Problem, a: Assignment) -> int:
