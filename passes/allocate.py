@@ -44,6 +44,7 @@ from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory
 from secc.cluster import GIB, Cluster, parse_cluster
+from secc.cost.model.memory import layer_bytes
 from secc.cost.model.step_overheads import cluster_with_overheads
 from secc.errors import ImpossibleChoice, UserError
 from secc.ir.analysis.token_count import token_count
@@ -123,10 +124,10 @@ class Allocate(ModulePass):
         """The best plan by simulation, of problems with and without activations in host memory and dealt
         samples; with its problem, and facts about how it was found."""
         won = self.refine_solution(solved)
-        if (copying := self._solve_with_copies(solved, won)) is not None:
-            other = self.refine_solution(copying)
+        if (offloading := self._solve_with_host_memory(solved, won)) is not None:
+            other = self.refine_solution(offloading)
             if other.evaluation.fits and other.evaluation.time_ns < won.evaluation.time_ns:
-                solved, won = copying, other
+                solved, won = offloading, other
         dealt = self._choose_dealing(solved, won)
         facts = _dealing_facts(dealt)
         if (asked := self._price_as_dealt(solved)) is not None:
@@ -211,18 +212,23 @@ class Allocate(ModulePass):
         }
         return [stage for stage in self.stages if stage not in self.set] if offloads == {"none"} else []
 
-    def _solve_with_copies(self, solved: SolvedAllocation, won: RefinedPlan) -> SolvedAllocation | None:
-        """The best plan by closed forms where activations may be in host memory, None unless that may save
-        time: where layers run again, and copies would take less."""
+    def _solve_with_host_memory(self, solved: SolvedAllocation, won: RefinedPlan) -> SolvedAllocation | None:
+        """The best plan by closed forms where host memory may be used as well, None unless that may save
+        time: frozen layers fill much of a device, or layers run again and copies would take less."""
         chosen = {s: cs[won.assignment.choice[s]] for s, cs in solved.problem.sections.items()}
-        work = solved.work.with_offloads((*solved.work.offloads, "activations"))
-        if (
-            self.objective == "gpus"
-            or work.cluster.device.backend == "cpu"
-            or "activations" in solved.work.offloads
-            or not any(may_copy_in_place_of_recomputing(work, work.loads[s], c) for s, c in chosen.items())
-        ):
+        work = solved.work.with_offloads((*solved.work.offloads, "activations", "weights"))
+        device = work.cluster.device
+        if self.objective == "gpus" or device.backend == "cpu" or solved.work.offloads:
             return None
+        loads = [(work.loads[s], c) for s, c in chosen.items()]
+        weights = any(
+            not load.cost.trainable and 2 * layer_bytes(load.cost) > device.usable_memory for load, _ in loads
+        )
+        activations = any(may_copy_in_place_of_recomputing(work, load, c) for load, c in loads)
+        offloads = [*(["weights"] if weights else []), *(["activations"] if activations else [])]
+        if not offloads:
+            return None
+        work = solved.work.with_offloads(tuple(offloads))
         asked = self._build_problem(work, solved.pins, solved.run_ahead, free=True)
         solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
         if solution is None or solution.time_ns >= solved.solution.time_ns:

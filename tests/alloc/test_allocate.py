@@ -483,6 +483,22 @@ def test_activations_leave_where_that_takes_less_time_than_running_again(
         assert section_attribute(found, "lm", "host_gib") > 100
 
 
+def test_large_frozen_weights_leave_where_that_takes_less_time(tmp_path: Path) -> None:
+    """120 GB of weights are cut over two devices, or come layer by layer for large micro-batches."""
+    cluster = tmp_path / "host.yaml"
+    cluster.write_text("devices: 4\nkind: H100\nhost: {gb_s: 450, memory_gib: 900}\n")
+    layers = f'{LAYERS}, saved = "1000*B*S"'.replace("2400000*B*S", f"{10**13}*B*S")
+    source = with_cuttable_blocks(large_model(30 * 10**9).replace(LM, f"{LM} {{{layers}}}"))
+    found, without = (
+        allocate_model(
+            source, cluster=str(cluster), global_batch=16, set=("lm.sharding=none", "lm.tp=1", *pins)
+        )
+        for pins in ((), ("lm.offload=none",))
+    )
+    assert section_attribute(found, "lm", "offload") == "weights"
+    assert prediction(found)["step_time_s"] < prediction(without)["step_time_s"]
+
+
 def test_stages_that_no_longer_fit_are_taken_back_before_host_memory_is_used() -> None:
     """A closer look at a plan on devices alone finds that it does not fit: others may. The user's stages
     stay."""
