@@ -162,13 +162,20 @@ def _fitting_candidates(
     shapes = {name: parallel_shapes(work, load, pins, ranks, free) for name, load in loads.items()}
     prices = {name: DealtPrices(work, load) for name, load in loads.items()}
 
+    map_shapes = process_map.map_in_processes if ranks >= PARALLEL_PRICING_RANKS else map
+    asked = pins.as_text, pins.refused, ranks, whole, by_micro_batch  # what candidates depend on
+
     def price_shapes(names: Sequence[str], most: int | None) -> dict[str, list[Candidate]]:
         def of_shape(item: tuple[str, ReplicaShape]) -> tuple[Candidate, ...]:
             name, shape = item
             of_this_shape = _candidates_of_shape(
                 work, loads[name], ranks, pins, shape, min(s.ranks for s in shapes[name]), whole, most
             )
-            found = candidate_pruning.prune_dominated(of_this_shape, capacity, by_micro_batch)
+            return candidate_pruning.prune_dominated(of_this_shape, capacity, by_micro_batch)
+
+        def deal(item: tuple[str, ReplicaShape]) -> tuple[Candidate, ...]:
+            name, shape = item
+            found = work.cached_candidates[asked, most, name, shape]
             if shape.cp == 1 or not _deals(pins, name, most_dealt):
                 return found
             most_work = None if pins.deals_micro_batches(name) else most_dealt
@@ -178,13 +185,13 @@ def _fitting_candidates(
             )
 
         items = [(name, shape) for name in names for shape in shapes[name]]
-        by_shape = (
-            process_map.map_in_processes(of_shape, items)
-            if ranks >= PARALLEL_PRICING_RANKS
-            else map(of_shape, items)
+        new = [item for item in items if (asked, most, *item) not in work.cached_candidates]
+        work.cached_candidates.update(
+            ((asked, most, *item), found) for item, found in zip(new, map_shapes(of_shape, new), strict=True)
         )
         by_section = {name: list[Candidate]() for name in names}
-        for (name, _), candidates in zip(items, by_shape, strict=True):
+        deals = any(_deals(pins, name, most_dealt) for name in names)
+        for (name, _), candidates in zip(items, (map_shapes if deals else map)(deal, items), strict=True):
             by_section[name] += candidates
         return by_section
 

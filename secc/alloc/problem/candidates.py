@@ -199,6 +199,10 @@ class Workload:
         default_factory=dict[tuple[frozenset[str], int], dict[str, int]],
     )
 
+    cached_candidates: dict[object, tuple[Candidate, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict[object, tuple[Candidate, ...]]
+    )
+
     @cached_property
     def producing_sections(self) -> frozenset[str]:
         """Sections that feed others."""
