@@ -606,7 +606,9 @@ def list_offloads(
 def may_copy_in_place_of_recomputing(work: Workload, load: SectionLoad, c: Candidate) -> bool:
     """Whether a section that runs layers again would take less time with what they save in host memory, for a
     micro-batch of one mean sample."""
-    if c.recompute == "none" or why_not_offloaded(load, "activations", c.shape, c.sharding, work):
+    if c.recompute == "none" or not load.mean_sizes:
+        return False
+    if why_not_offloaded(load, "activations", c.shape, c.sharding, work):
         return False
 
     def passes_ns(offload: str, recompute: str) -> int:
