@@ -54,6 +54,14 @@ class Rows:
             ),
         )
 
+    def merge(self, adjacent: int) -> Rows | None:
+        """Returns how rows are dealt that `adjacent` rows of this sequence each become; None if ranks share
+        one."""
+        if any(end % adjacent for runs in self.runs for run in runs for end in run):
+            return None
+        merged = (tuple((a // adjacent, b // adjacent) for a, b in runs) for runs in self.runs)
+        return Rows(self.size // adjacent, tuple(merged))
+
     def window(self, start: int, stop: int) -> Rows:
         """Returns how the rows from `start` to `stop` are dealt, counted from `start`."""
         return Rows(

@@ -209,12 +209,10 @@ def split_first_input(forward: Callable[..., Any]) -> Callable[..., Any]:
         mode = active_row_mode()
         if mode is None:
             return forward(*args, **kwargs)
-        given: Sequence[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items())
-        found = [(p, t) for ndim in (3, 2) for p, t in given if is_hidden_state(t) and t.ndim == ndim]
-        place, first = found[0] if found else (0, None)
+        place, first = find_hidden_state(args, kwargs)
         if first is None or mark_of(first) is not None:
             return forward(*args, **kwargs)
-        own = mode.take_own_rows(first, first.ndim - 2, _ends_of_pieces(first, (*args, *kwargs.values())))
+        own = mode.take_own_rows(first, first.ndim - 2, ends_of_pieces(first, (*args, *kwargs.values())))
         if isinstance(place, str):
             return forward(*args, **kwargs | {place: own})
         return forward(*args[:place], own, *args[place + 1 :], **kwargs)
@@ -222,7 +220,17 @@ def split_first_input(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _ends_of_pieces(hidden: torch.Tensor, arguments: Sequence[Any]) -> tuple[int, ...]:
+def find_hidden_state(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[int | str, torch.Tensor | None]:
+    """Returns the place of a layer's hidden states among its arguments, and the tensor: the first one
+    [samples, rows, width], else the first one [rows, width]; None if there is none."""
+    given: Sequence[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items())
+    found = [(p, t) for ndim in (3, 2) for p, t in given if is_hidden_state(t) and t.ndim == ndim]
+    return found[0] if found else (0, None)
+
+
+def ends_of_pieces(hidden: torch.Tensor, arguments: Sequence[Any]) -> tuple[int, ...]:
     """Returns where pictures end in `hidden` [rows, width]: cumulative lengths among the arguments, from 0 to
     the number of rows (variable-length attention takes them so). () if there are none."""
     for lengths in arguments:

@@ -276,9 +276,19 @@ def _view(mode: RowMode, tensor: torch.Tensor, wanted: list[int]) -> torch.Tenso
 
 
 def _find_rows(whole: Sequence[int], wanted: Sequence[int], mark: RowMark) -> RowMark | None:
-    """Returns where the rows are in another view of a tensor; None if no dim holds whole rows."""
+    """Returns where the rows are in another view of a tensor; None if no dim holds whole rows. Adjacent rows
+    may become one (the patches that a vision tower merges), if every rank has all of each."""
     if list(whole[: mark.dim + 1]) == list(wanted[: mark.dim + 1]):
         return mark
+    merged = whole[mark.dim] // max(1, wanted[mark.dim]) if len(wanted) > mark.dim + 1 else 0
+    if (
+        merged > 1
+        and mark.is_plain
+        and list(whole[: mark.dim]) == list(wanted[: mark.dim])
+        and whole[mark.dim] == merged * wanted[mark.dim]
+        and (rows := mark.rows.merge(merged)) is not None
+    ):
+        return replace(mark, rows=rows)
     before, size = prod(whole[: mark.dim]) * mark.outer, mark.rows.size
     fits = list[RowMark]()
     for dim, length in enumerate(wanted):

@@ -272,6 +272,11 @@ class Workload:
             self.cached_layers[load.name] = count_stackable_layers(self.graph, load.section, load.cost.layers)
         return self.cached_layers[load.name]
 
+    def has_rows_to_share(self, load: SectionLoad) -> bool:
+        """Whether ranks of cp may share the rows of a section's layers: sequences, or the frames of videos
+        and pictures that a tower attends to one by one."""
+        return load.cost.row_pieces != "0" or self.has_sequences(load)
+
     def has_sequences(self, load: SectionLoad) -> bool:
         """Whether layers of a section work on tensors [samples, rows, width] with rows that depend on
         samples."""

@@ -60,6 +60,9 @@ FITTED_FIELDS = (
     "routed_work",
     "exchanged",
     "queries",
+    "pieces",
+    "parts",
+    "unshared",
 )
 WORK_FIELDS = frozenset({"work", "attention_work", "again", "unneeded", "routed_work"})
 
@@ -140,6 +143,9 @@ def _annotate_call(call: CallOp, cost: CallCost, prefix: str) -> None:
         attributes |= {key: StringAttr(size_expr.format_expr(value)) for key, value in routed.items()}
     if cost.exchanged != 0:
         attributes["exchanged"] = StringAttr(size_expr.format_expr(cost.exchanged))
+    if cost.pieces != 0:
+        shared = {key: getattr(cost, key) for key in ("pieces", "parts", "unshared")}
+        attributes |= {k: StringAttr(size_expr.format_expr(v)) for k, v in shared.items() if v != 0}
     if cost.queries != 0 and cost.key_heads > 1:
         attributes["queries"] = StringAttr(size_expr.format_expr(cost.queries))
         attributes["key_heads"] = int_attr(cost.key_heads)

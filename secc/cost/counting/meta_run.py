@@ -34,6 +34,7 @@ from torch.utils.flop_counter import flop_registry
 from secc.cost.counting.fused_attention import FusedAttentionMode, has_no_values
 from secc.cost.counting.liveness import LiveBytesTracker
 from secc.cost.counting.repeated_layers import OpCounts, skip_repeated_layers
+from secc.cost.counting.row_pieces import RowPieces
 from secc.cost.counting.saved_tensors import SavedTensorsTracker, storage_key
 from secc.cost.model.gemm_efficiency import DEFAULT_EFFICIENCY, GemmEfficiency
 from secc.runtime.recorder import meta_rules
@@ -73,8 +74,11 @@ class BlockCounts:
         units, after all that their backwards need: second runs stop before them.
     narrowest_dim: smallest weight dimension of the products that take most time.
     units_in_order: each unit ran at most once, in the order of declaration.
-    exchanged: bytes of keys and values, each head once, that layers attend to. queries: those of queries and
-        results. key_heads: heads of keys, the largest common divisor.
+    exchanged: bytes of keys and values, each head once, that layers attend to and that ranks may have to
+        exchange. queries: those of queries and results. key_heads: heads of keys, the largest common divisor.
+    pieces: pieces of rows of the first layer, if ranks get whole ones; layers that attend within them
+        exchange nothing. parts: the pieces, fewer and larger, to which all other layers attend. unshared:
+        bytes kept for backward before the first layer. All 0 without pieces.
     live_bytes: without a backward, the bytes allocated by the block after each operation.
     """
 
@@ -98,6 +102,9 @@ class BlockCounts:
     exchanged: int = 0
     queries: int = 0
     key_heads: int = 0
+    pieces: int = 0
+    parts: int = 0
+    unshared: int = 0
 
     @property
     def peak(self) -> int:
@@ -139,6 +146,7 @@ def run_on_meta(
     with (
         torch.set_grad_enabled(grad),
         saved_tensors_hooks(saved.pack_tensor, lambda t: t),
+        counter.pieces.watch_layers(units, saved.bytes_kept_outside_units),
         saved.watch_units(units),
         skip_repeated_layers(units, counter, tensors),
         tensors.default_device(),
@@ -228,7 +236,7 @@ class _OpCounter(TorchDispatchMode):
         # Products in the last run of a unit that nothing was saved after yet: FLOPs by dimension, and where.
         self._unsaved_flops, self._unsaved_place = Counter[int](), (0, 0)
         self.attention = self._recomputed_attention = self._moved = self._recomputed_moved = self._ops = 0
-        self.exchanged = self.queries = self.key_heads = 0
+        self.pieces, self._key_heads = RowPieces(), 0
         self._last_was_attention = False
         self._known_results: dict[object, tuple[int, list[_ResultLayout]]] = {}
 
@@ -329,9 +337,10 @@ class _OpCounter(TorchDispatchMode):
     def count_exchanged(self, size: int, queries: int, heads: int) -> None:
         """Count bytes of keys and values, and of queries and results, of a layer, and heads of keys."""
         if self._saved.is_inside_unit:
-            self.exchanged += size
-            self.queries += queries
-            self.key_heads = gcd(self.key_heads, heads)
+            self.pieces.exchanged += size
+            self.pieces.queries += queries
+            self.pieces.calls += 1
+            self._key_heads = gcd(self._key_heads, heads)
 
     def snapshot_counts(self) -> OpCounts:
         """The counts so far."""
@@ -343,8 +352,9 @@ class _OpCounter(TorchDispatchMode):
             self._ops,
             self._saved.saved_bytes,
             self._saved.bytes_kept_outside_units(),
-            self.exchanged,
-            self.queries,
+            self.pieces.exchanged,
+            self.pieces.queries,
+            self.pieces.calls,
         )
         needed, unneeded = Counter(self._recomputed_flops), Counter(self._unneeded_flops)
         if self._unsaved_flops:  # snapshots are taken between layers
@@ -359,16 +369,15 @@ class _OpCounter(TorchDispatchMode):
         self._recomputed_flops += more.recomputed_flops
         self._unneeded_flops += more.unneeded_flops
         self._routed_flops += more.routed_flops
-        attention, recomputed_attention, moved, recomputed_moved, ops, saved, kept, exchanged, queries = (
-            more.totals
-        )
+        attention, recomputed_attention, moved, recomputed_moved, ops, saved, kept, *attended = more.totals
         self.attention += attention
         self._recomputed_attention += recomputed_attention
         self._moved += moved
         self._recomputed_moved += recomputed_moved
         self._ops += ops
-        self.exchanged += exchanged
-        self.queries += queries
+        self.pieces.exchanged += attended[0]
+        self.pieces.queries += attended[1]
+        self.pieces.calls += attended[2]
         self._saved.add_repeated_layer(saved, kept)
 
     def block_counts(self, grad: bool, in_order: bool) -> BlockCounts:
@@ -398,9 +407,12 @@ class _OpCounter(TorchDispatchMode):
             units_in_order=in_order,
             live_bytes=() if self._live is None else (*self._live.bytes_after_op,),
             routed=sum(self._routed_flops.values()),
-            exchanged=self.exchanged,
-            queries=self.queries,
-            key_heads=self.key_heads,
+            exchanged=self.pieces.exchanged_between_ranks,
+            queries=self.pieces.exchangeable_queries,
+            key_heads=self._key_heads,
+            pieces=self.pieces.pieces,
+            parts=self.pieces.parts,
+            unshared=self.pieces.bytes_before_layers if grad else 0,
             routed_work=sum(table.equivalent_work(n, dim) for dim, n in self._routed_flops.items()),
         )
 

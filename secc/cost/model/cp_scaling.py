@@ -6,6 +6,9 @@ backward scatters the sum of their gradients, in float32; or it exchanges rows f
 ("ulysses"), of queries, keys, values and results. Ranks of tensor parallelism have a part of the heads each.
 Over several nodes a gather has two levels: keys and values cross each node's border once and are passed on
 inside.
+
+Ranks of a vision tower that attends to frames or windows get whole ones, and exchange keys and values of the
+frames that two of them share. With few pieces they are uneven: the fullest rank counts.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ def choose_row_attention(
     """The faster way of attention over `cp` ranks: "gather" keys and values, or exchange heads ("ulysses")
     where the ranks divide them; the pinned one if there is one. `section` is the cost of the whole section,
     `rank` as for `price_row_exchange`."""
-    if not can_exchange_heads(section, tp, cp):
+    if not can_exchange_heads(section, tp, cp) or section.row_pieces != "0":
         return "gather"
     if pinned:
         return pinned
@@ -86,11 +89,20 @@ def price_row_exchange(
     def price(collective: str, widening: int) -> str:
         latency, ns_per_byte = half_all_reduce_rate(collective, span, cluster)
         share = (widening * ns_per_byte).limit_denominator(LARGEST_DENOMINATOR)
-        return f"{rank.layers * latency} + {scale_expression(rank.exchanged_bytes, share)}"
+        return f"{rank.layers * latency} + {scale_expression(_exchanged_bytes(rank, cp), share)}"
 
     return RowExchange(
         price("all_gather", 1), price("reduce_scatter", 2 if rank.dtype in WIDENED_DTYPES else 1)
     )
+
+
+def _exchanged_bytes(cost: SectionCost, cp: int) -> str:
+    """Bytes of keys and values that `cp` ranks exchange in forward. Of parts larger than the pieces that
+    ranks have whole, each border between two ranks cuts at most one."""
+    if cost.row_pieces == "0" or cost.exchanged_bytes == "0":
+        return cost.exchanged_bytes
+    parts = f"max(1, {cost.attended_parts})"
+    return f"({cost.exchanged_bytes})//({parts})*min({cp - 1}, {parts})"
 
 
 def _price_head_exchange(rank: SectionCost, cp: int, span: RankSpan, cluster: Cluster) -> RowExchange:
@@ -111,16 +123,22 @@ def cost_on_rows(cost: SectionCost, cp: int, attention: str = "gather") -> Secti
     if cp == 1:
         return cost
     gathered = Fraction(cp - 1, cp) if attention == "gather" and cost.exchanged_bytes != "0" else Fraction(0)
+    exchanged = _exchanged_bytes(cost, cp)
 
     def share(text: str, layers: Fraction = Fraction(0)) -> str:
-        own = text if text == "0" else f"({text})//{cp}"
+        own = _share_of_fullest_rank(text, cost.row_pieces, cp)
         kept = gathered * layers
-        return f"{own} + {scale_expression(cost.exchanged_bytes, kept)}" if kept else own
+        return f"{own} + {scale_expression(exchanged, kept)}" if kept else own
+
+    def share_saved(text: str, layers: Fraction) -> str:
+        if text == "0" or cost.unshared_bytes == "0":
+            return share(text, layers)
+        return f"{cost.unshared_bytes} + {share(f'({text}) - ({cost.unshared_bytes})', layers)}"
 
     recompute = {
         kind: replace(
             again,
-            saved=share(again.saved, 1 - RECOMPUTED_LAYERS[kind]),
+            saved=share_saved(again.saved, 1 - RECOMPUTED_LAYERS[kind]),
             working=share(again.working, Fraction(1, max(1, cost.layers))),
             work=share(again.work),
             moved=share(again.moved),
@@ -153,5 +171,14 @@ def cost_on_rows(cost: SectionCost, cp: int, attention: str = "gather") -> Secti
             "routed_bytes",
         )
     }
-    kept = share(cost.saved, Fraction(cost.saved != "0"))
+    kept = share_saved(cost.saved, Fraction(cost.saved != "0"))
     return replace(cost, recompute=recompute, saved=kept, **shared)
+
+
+def _share_of_fullest_rank(text: str, pieces: str, cp: int) -> str:
+    """The share of the fullest of `cp` ranks, which have equal parts or, with `pieces`, whole pieces."""
+    if text == "0":
+        return text
+    if pieces == "0":
+        return f"({text})//{cp}"
+    return f"({text})//max(1, {pieces})*(({pieces} + {cp - 1})//{cp})"

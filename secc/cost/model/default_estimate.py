@@ -39,6 +39,9 @@ class CallCost:
     exchanged: bytes of keys and values of all layers, each head once: what ranks exchange under cp. queries:
         those of queries and results, if they can exchange heads. key_heads: of keys, the largest common
         divisor of all layers; 0 if unknown.
+    pieces: whole frames or windows that ranks of cp get, 0 if they get rows. `exchanged` leaves out layers
+        that attend within them; the others attend to `parts`. unshared: bytes kept before the first layer,
+        which each rank has whole.
     peak: for a call without backward, the most bytes it has allocated and not yet freed, including its
         results.
     """
@@ -65,6 +68,9 @@ class CallCost:
     exchanged: Expr = ZERO
     queries: Expr = ZERO
     key_heads: int = 0
+    pieces: Expr = ZERO
+    parts: Expr = ZERO
+    unshared: Expr = ZERO
 
 
 def default_call_cost(call: CallOp, block: BlockOp) -> CallCost:

@@ -78,7 +78,7 @@ ATTENTION_BACKWARD_TIME_RATIO = sympy.Rational(5, 2)
 # Expressions on calls that are left out where they are zero.
 OPTIONAL_EXPRESSIONS = (
     "peak", "working", "again", "again_moved", "unneeded", "attention", "attention_work", "moved", "routed",
-    "routed_work", "exchanged", "queries",
+    "routed_work", "exchanged", "queries", "pieces", "parts", "unshared",
 )  # fmt: skip
 MATMUL_OP_NAMES = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size symbols
@@ -102,6 +102,9 @@ _EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size s
     "routed_bytes",
     "exchanged_bytes",
     "query_bytes",
+    "row_pieces",
+    "attended_parts",
+    "unshared_bytes",
     "layer_work",
 )
 
@@ -140,6 +143,9 @@ class SectionCost:
         exchanged_bytes: keys and values of all layers in forward, each head once, which ranks exchange under
             context parallelism. query_bytes: queries and results of all layers. key_heads: heads of keys of
             each layer, the largest common divisor; 0 if a layer cannot exchange heads.
+        row_pieces: whole frames or windows that ranks of context parallelism get in a vision tower; "0" where
+            they get rows. Only layers that attend to `attended_parts`, which are fewer, exchange anything.
+            unshared_bytes: saved before the first layer, on each rank.
         largest_layer_bytes: parameters of the largest layer. outside_layers_bytes: of everything else.
         narrowest_dim: smallest weight dimension of the call that issues most operations; 0 if unknown.
         sequence_parallel: norms and residuals work on parts of the sequence.
@@ -202,6 +208,9 @@ class SectionCost:
     routed_bytes: str = "0"
     exchanged_bytes: str = "0"
     query_bytes: str = "0"
+    row_pieces: str = "0"
+    attended_parts: str = "0"
+    unshared_bytes: str = "0"
     layer_work: str = "0"
     key_heads: int = 0
     expert_row_work: int = 0
@@ -248,6 +257,9 @@ class _CostAccumulator:
     routed_bytes: Counter[str] = field(default_factory=Counter[str])
     exchanged_bytes: Counter[str] = field(default_factory=Counter[str])
     query_bytes: Counter[str] = field(default_factory=Counter[str])
+    row_pieces: Counter[str] = field(default_factory=Counter[str])
+    attended_parts: Counter[str] = field(default_factory=Counter[str])
+    unshared_bytes: Counter[str] = field(default_factory=Counter[str])
     layer_work: Counter[str] = field(default_factory=Counter[str])
     expert_row_work: int = 0
     logits_saved: Counter[str] = field(default_factory=Counter[str])
@@ -351,6 +363,9 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, part: Secti
         routed_bytes=largest(case.routed_bytes for case in cases),
         exchanged_bytes=largest(case.exchanged_bytes for case in cases),
         query_bytes=largest(case.query_bytes for case in cases),
+        row_pieces=largest(case.row_pieces for case in cases) if _share_pieces(calls, blocks) else "0",
+        attended_parts=largest(case.attended_parts for case in cases),
+        unshared_bytes=largest(case.unshared_bytes for case in cases) if has_backward else "0",
         layer_work=largest(case.layer_work for case in cases),
         key_heads=_common_key_heads(calls, blocks),
         expert_row_work=max((case.expert_row_work for case in cases), default=0),
@@ -358,6 +373,12 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, part: Secti
         expert_parts=counted_expert_parts(graph, section),
         **_count_experts([blocks[path] for path in called_paths]),
     )
+
+
+def _share_pieces(calls: Iterable[CallOp], blocks: Mapping[str, BlockOp]) -> bool:
+    """Whether ranks of context parallelism get whole pieces in all calls of a section with layers."""
+    costs = [call_cost(call, blocks[call.target.data]) for call in calls]
+    return all(cost.pieces != 0 for cost in costs if cost.exchanged != 0 or cost.pieces != 0)
 
 
 def _common_key_heads(calls: Iterable[CallOp], blocks: Mapping[str, BlockOp]) -> int:
@@ -602,6 +623,9 @@ def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: 
         sums.layer_input_bytes[size_expr.format_expr(entering)] += 1
         sums.exchanged_bytes[size_expr.format_expr(cost.exchanged)] += 1
         sums.query_bytes[size_expr.format_expr(cost.queries)] += 1
+        sums.row_pieces[size_expr.format_expr(cost.pieces)] += 1
+        sums.attended_parts[size_expr.format_expr(cost.parts)] += 1
+        sums.unshared_bytes[size_expr.format_expr(cost.unshared)] += 1
         sums.layer_work[size_expr.format_expr(cost.work - cost.routed_work)] += 1
     if op_has_backward(call):
         backward_flops, backward_work = _backward_flops_and_work(cost, _backward_forward_ratio(block))
