@@ -67,6 +67,9 @@ from secc.runtime.schedule.scheduler import find_candidate
 
 UNLIMITED_BYTES = 1 << 62
 MIN_PARALLEL_TASKS = 10_000  # schedules with fewer tasks take less time than forking processes
+# A first batch with another amount of work or another longest sample than the mean batch, by this share, is a
+# poor one to compare plans on.
+UNTYPICAL_BATCH = 0.25
 MAX_DRAWN_BATCHES, MAX_DRAWN_SAMPLES = 4, 2048  # for an evaluation; few suffice, as large batches differ less
 
 GroupRanks = Mapping[str, Sequence[int]]  # ranks by group
@@ -82,6 +85,33 @@ class Evaluation:
     fits: bool
     tasks: int
     busy_ns: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+def _put_typical_first(work: Workload, batches: Sequence[BatchSamples]) -> Sequence[BatchSamples]:
+    """Returns the batches with the most typical one first, if the first one is not typical: plans are
+    compared on it. A heavy tail makes batches differ by the longest sample in them."""
+
+    def sample_ns(sample: SampleMeta) -> int:
+        active = [
+            (load, work.mean_micro_batch_sizes(p, 1))
+            for load in work.loads.values()
+            for p in load.active_patterns
+            if p.when == sample.pattern
+        ]
+        return sum(
+            evaluate_expr(f"{load.forward_ns} + {load.backward_ns['none']}", sizes | dict(sample.sizes))
+            for load, sizes in active
+        )
+
+    measured = [(sum(times), max(times)) for times in ([*map(sample_ns, batch)] for batch in batches)]
+    means = [max(1, sum(column)) / len(batches) for column in zip(*measured, strict=True)]
+    distances = [
+        max(abs(value / mean - 1) for value, mean in zip(values, means, strict=True)) for values in measured
+    ]
+    if distances[0] <= UNTYPICAL_BATCH:
+        return batches
+    typical = distances.index(min(distances))
+    return [batches[typical], *batches[:typical], *batches[typical + 1 :]]
 
 
 def mean_evaluation(steps: Sequence[Evaluation]) -> Evaluation:
@@ -105,9 +135,8 @@ class PlanEvaluator:
     def __init__(self, work: Workload, problem: Problem, run_ahead: int | None = 0) -> None:
         self.work, self.problem, self.run_ahead = work, problem, run_ahead
         count = max(1, min(MAX_DRAWN_BATCHES, MAX_DRAWN_SAMPLES // work.global_batch))
-        self.batches = drawn_samples.draw_batches(work.graph, work.global_batch, count) or [
-            _mean_samples_batch(work)
-        ]
+        drawn = drawn_samples.draw_batches(work.graph, work.global_batch, count)
+        self.batches = _put_typical_first(work, drawn) if drawn else [_mean_samples_batch(work)]
         self.message_ns = {(e.src, e.dst): self._message_ns(e.src, e.dst) for e in problem.edges}
 
     def evaluate(self, assignment: Assignment, ranks: GroupRanks) -> Evaluation:
