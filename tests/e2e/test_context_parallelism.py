@@ -57,6 +57,10 @@ ROWS: dict[str, list[tuple[int, str]]] = {
         (5, "visual.cp=3 language_model.cp=2 visual.micro_batch=1"),
         (5, "visual.dp=1 language_model.cp=4 language_model.micro_batch=2"),
     ],
+    "video_frames": [
+        (3, "tower.cp=2 decoder.dp=1 tower.recompute=full"),
+        (4, "tower.cp=3 decoder.dp=1 tower.micro_batch=1"),
+    ],
     "t5": [
         (4, "encoder.cp=2 decoder.cp=2 decoder.sharding=zero3"),
         (5, "encoder.dp=1 decoder.cp=4 decoder.micro_batch=2"),
