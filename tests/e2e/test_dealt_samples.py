@@ -82,6 +82,10 @@ ROWS: dict[str, list[tuple[int, str]]] = {
         (5, "visual.dp=1 language_model.cp=4 language_model.sharding=zero1"),
         (5, "visual.dp=1 language_model.cp=4 language_model.recompute=full by=2"),
     ],
+    "video_frames": [
+        (3, "tower.cp=2 decoder.dp=1 tower.micro_batch=2"),
+        (5, "tower.cp=4 decoder.dp=1 tower.micro_batch=1 tower.recompute=full by=2"),
+    ],
     "qwen3_moe": [
         (4, "cp=2 dp=2 ep=2 micro_batch=1"),
         (4, "cp=2 tp=2 ep=2 micro_batch=1 recompute=full"),
