@@ -5,6 +5,10 @@ A `FunctionBlock` is a module without weights that calls the function. It is a c
 compiler and on every rank, under the function's name, so that sections call it as any other block. While
 forward is recorded, calls of the function go to the module, wherever the user's code holds the function.
 
+A range of a forward's statements may be such a function, too (`secc.runtime.model.outlined_forward`): a
+`StatementBlock`. It has the submodules, parameters and buffers that the range uses by `self.NAME`, under
+names of its own in addition to theirs.
+
 A function is named `MODULE:QUALIFIED NAME`; the model file, which is imported under many names, is module "".
 An argument that is neither a tensor nor plain data, but a module of the model or an attribute of one
 (`self.config`), is passed by its name.
@@ -24,6 +28,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from secc.runtime.model.outlined_forward import (
+    OutlinedForward,
+    StatementRange,
+    call_in_place_of_range,
+    find_forward,
+    outline_statements,
+)
 from secc.runtime.model.source_lines import is_internal_file
 
 _REFERENCE_KEY = "*attribute"  # of a dict that stands for an attribute of a module: [module path, name]
@@ -47,6 +58,14 @@ class FunctionBlock(nn.Module):
         args, kwargs = _resolve_references((args, kwargs), modules)
         return self.function(*args, **kwargs)
 
+    def call_directly(self, args: Any, kwargs: Any) -> Any:
+        """Call the function with arguments that are no references."""
+        return self.function(*args, **kwargs)
+
+    def intercept(self, handle: Callable[..., Any]) -> CodeType:
+        """Return code for the function that calls `handle(*args, **kwargs)` in its place."""
+        return _code_that_calls(handle, self.intercepted[0])
+
     def name_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments with references in place of the model's modules and their attributes."""
         known = dict[int, tuple[str, str]]()
@@ -60,10 +79,81 @@ class FunctionBlock(nn.Module):
         )
 
 
+class StatementBlock(FunctionBlock):
+    """Runs a range of statements of the forward of `owner`, a module of the model.
+
+    In these statements `self` is the block, which has the owner's methods and attributes, too.
+    """
+
+    def __init__(
+        self, forward: FunctionType, root: nn.Module, owner: nn.Module, outlined: OutlinedForward
+    ) -> None:
+        nn.Module.__init__(self)
+        self.function, self.intercepted = outlined.statements, (forward,)
+        self._root, self._owner, self._rest = (root,), (owner,), outlined.rest
+        for name in sorted(outlined.children):
+            for kind in ("_modules", "_parameters", "_buffers"):
+                if name in vars(owner)[kind]:
+                    vars(self)[kind][name] = vars(owner)[kind][name]
+        self.register_load_state_dict_post_hook(self._forget_missing_names)
+
+    def forward(self, given: dict[str, Any]) -> Any:
+        """Run the statements with variables by name; return those that later statements read, by name."""
+        return self.function(self, given)
+
+    def name_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments as they are."""
+        return args, kwargs
+
+    def call_directly(self, args: Any, kwargs: Any) -> Any:
+        """Run the statements where they stand."""
+        return self.function(self._owner[0], *args, **kwargs)
+
+    def intercept(self, handle: Callable[..., Any]) -> CodeType:
+        """Return code for forward in which `handle(variables)` stands for the statements."""
+
+        def call(owner: Any, given: dict[str, Any]) -> Any:
+            return handle(given) if owner is self._owner[0] else self.function(owner, given)
+
+        return call_in_place_of_range(self._rest, call)
+
+    def _forget_missing_names(self, _: nn.Module, keys: Any) -> None:
+        """The model has what this block holds under the names of its owner."""
+        (name,) = (n for n, m in self._root[0].named_children() if m is self)
+        keys.missing_keys[:] = [k for k in keys.missing_keys if not k.startswith(f"{name}.")]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return no entries: the model has them under the names of their owners."""
+        return kwargs.get("destination", args[0] if args else {})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("_owner", "_root"):
+                raise
+            owner = self._owner[0]
+            found = getattr(type(owner), name, None)
+            return found.__get__(self) if isinstance(found, FunctionType) else getattr(owner, name)
+
+
 def add_function_block(model: nn.Module, function: str, model_file: str) -> str:
-    """Add a function to the model as a block; a model that has it stays as it is. model_file: name of the
-    imported module that "" stands for. Returns the block's path. Raises ImportError or AttributeError if the
-    function cannot be found."""
+    """Add a function, or a range of statements, to the model as a block; a model that has it stays as it is.
+    model_file: name of the imported module that "" stands for. Returns the block's path. Raises ImportError,
+    AttributeError or NotOutlinable if the function cannot be found."""
+    statements = StatementRange.parse(function)
+    if statements is not None:
+        owner = model.get_submodule(statements.path)
+        forward = find_forward(statements.function, model_file)
+        outlined = outline_statements(forward, type(owner), statements.first, statements.last)
+        first, last = outlined.lines
+        path = f"line_{first}" if first == last else f"lines_{first}_to_{last}"
+        if path not in dict(model.named_children()):
+            kind = type(
+                f"{type(owner).__name__}Statements", (StatementBlock,), {"__module__": forward.__module__}
+            )
+            model.add_module(path, kind(forward, model, owner, outlined))
+        return path
     path, found = block_path(function), _find_function(function, model_file)
     if path not in dict(model.named_children()):
         kind = type(found.__name__, (FunctionBlock,), {"__module__": found.__module__})
@@ -115,8 +205,8 @@ def intercepted_functions(model: nn.Module, handle: CallHandler) -> Iterator[Non
         for block in function_blocks_of(model).values():
             (function,) = block.intercepted
             stack.callback(setattr, function, "__code__", function.__code__)
-            function.__code__ = _code_that_calls(
-                lambda *args, _block=block, **kwargs: handle(_block, args, kwargs), function
+            function.__code__ = block.intercept(
+                lambda *args, _block=block, **kwargs: handle(_block, args, kwargs)
             )
         yield
 

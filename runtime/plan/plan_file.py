@@ -530,7 +530,10 @@ _SIDE = shapes.choice("left", "right")
 _PARAMETER = shapes.pattern(
     r"[a-z][a-z0-9_]*\[(\d{1,18}(, ?\d{1,18})*)?\] (train|frozen)", "DTYPE[SIZES] train, or frozen"
 )
-_FUNCTION = shapes.pattern(r"([^\W\d][\w.]*)?:[^\W\d][\w.]*", "MODULE:NAME of a function")
+_FUNCTION = shapes.pattern(
+    r"([^\W\d][\w.]*)?:[^\W\d][\w.]*(#\d+-\d+@[\w.]*)?",
+    "MODULE:NAME of a function, or MODULE:NAME#FIRST-LAST@PATH of statements",
+)
 _PLAN = shapes.record(
     {
         "version": _COUNT,

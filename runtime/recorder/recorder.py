@@ -560,7 +560,7 @@ class Recorder:
     def _on_function_call(self, block: FunctionBlock, args: Any, kwargs: Any) -> Any:
         """A function that is a block is called."""
         if self.paused:
-            return block.function(*args, **kwargs)
+            return block.call_directly(args, kwargs)
         args, kwargs = block.name_arguments(args, kwargs)
         return block(*args, **kwargs)
 

@@ -287,6 +287,9 @@ def load_and_capture(
         if options.stats is not None:
             inputs = statistics.read_statistics(options.stats, inputs, survey)
         capture = dataclasses.replace(capture, inputs=inputs)
+        for tie in capture.ties:  # blocks of statements have parameters under names that the model lacks
+            known = next(parameters[name] for name in tie if name in parameters)
+            parameters |= dict.fromkeys(tie, known)
     # Now that the model has run, all code that it imports has been imported.
     return user, meta, make_model_ref(user, meta, parameters), survey, inputs, capture
 

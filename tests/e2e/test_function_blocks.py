@@ -72,13 +72,13 @@ def test_a_function_that_mixes_rows_is_not_exact(tmp_path: Path) -> None:
         check_exactness(compile_model(tmp_path / "model.py", CompileOptions()), required=True)
 
 
-def test_a_function_inside_another_is_refused_as_before(tmp_path: Path) -> None:
+def test_a_function_inside_another_is_part_of_its_statement(tmp_path: Path) -> None:
     inner = PSEUDO_LABELS.replace(
         "choose(scores))", "(lambda s: torch.tensor(s.argmax(1).tolist()))(scores))"
     )
     (tmp_path / "model.py").write_text(inner)
-    with pytest.raises(UserError, match=r"Python reads a value \(item\) that depends on"):
-        compile_model(tmp_path / "model.py", CompileOptions())
+    plan = check_exactness(compile_model(tmp_path / "model.py", CompileOptions()), required=True).plan
+    assert [s.blocks for s in plan.sections] == [("layers", "head", "line_18")]
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from secc.frontend.capture.block_selection import (
     replace_with_parent,
     select_blocks,
 )
+from secc.frontend.capture.code_blocks import FunctionChoice, StatementChoice
 from secc.frontend.capture.control_flow_paths import GlueDiagnostic, GlueError, ObservedRecording
 from secc.frontend.capture.generalize import GenericGraph, generalize_captures
 from secc.frontend.capture.probe_batches import ProbeBatches, record_sample_shapes
@@ -33,9 +34,8 @@ from secc.frontend.capture.shared_explanations import SharedExplanations
 from secc.frontend.dataset.input_symbols import ModelInputs
 from secc.frontend.dataset.survey import DatasetSurvey, InputPattern
 from secc.ir.dialect.readable_names import BUFFER_CONSTANT_PREFIX
-from secc.runtime.model.function_blocks import add_function_block, block_path
 from secc.runtime.model.source_lines import forward_source_line
-from secc.runtime.model.user_file import UserModel, model_file_module
+from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.schema import RandomOp
 from secc.runtime.recorder import BlockError, Hazard, Recorder
 from secc.runtime.recorder.loss_loops import find_loss_loops as loops_in
@@ -144,50 +144,21 @@ def capture_model(
     before: an earlier capture of the model with the same samples. Raises UserError, with file:line and
     remedy, for what cannot be captured.
     """
-    chosen = _FunctionChoice(user, model)
+    functions, statements = FunctionChoice(user, model), StatementChoice(user, model)
     while True:
         recorder = Recorder(model, ()) if before is None else before.recorder
         try:
             capture = _capture_with_blocks(user, model, survey, inputs, cut, blocks, before, recorder)
-            capture.notes[:0] = chosen.notes
+            statements.check_results(case.generic.graph for case in capture.cases)
+            capture.notes[:0] = [*functions.notes, *statements.notes]
             return capture
-        except BlockError as error:
-            if before is not None or not chosen.try_next(error):
+        except UserError as error:
+            if before is not None:
                 raise
-
-
-class _FunctionChoice:
-    """Chooses functions of the user's code as blocks where modules do not let a capture succeed: of those
-    that run where it fails the outermost that can be a block."""
-
-    def __init__(self, user: UserModel, model: nn.Module) -> None:
-        self.notes = list[CaptureNote]()
-        self._user, self._model = user, model
-        self._choices = list[str]()  # instead of the last choice
-        self._first_error: BlockError | None = None
-
-    def try_next(self, error: BlockError) -> bool:
-        """Gives the model another function as a block. Returns False if no function helps; raises the error
-        for which the functions were tried if none of them can be a block."""
-        if self._first_error is not None and error.path == block_path(self._user.function_blocks[-1]):
-            self._take_back()
-            if not self._choices:
-                raise self._first_error from None
-        else:
-            self._choices = [f for f in error.functions if f not in self._user.function_blocks]
-            if not self._choices:
-                return False
-            self._first_error = error
-        function = self._choices.pop(0)
-        self._user.function_blocks += (function,)
-        path = add_function_block(self._model, function, model_file_module(self._model))
-        reason = f"this function is one block, because {self._first_error.message}"
-        self.notes.append(CaptureNote(path, reason, self._first_error.where))
-        return True
-
-    def _take_back(self) -> None:
-        self._user.function_blocks = self._user.function_blocks[:-1]
-        delattr(self._model, self.notes.pop().path)
+            if statements.block is None and functions.try_next(error):
+                continue
+            if not statements.try_next(functions.unsolved or error):
+                raise functions.unsolved or error from None
 
 
 def _capture_with_blocks(

@@ -1,0 +1,95 @@
+"""Statements of forward that no graph can hold are blocks: a loop over positions, a gradient that forward
+takes, a loss that matches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
+from secc.errors import UserError
+from secc.report.html_page import report_page
+from secc.runtime.model.user_file import load_model_file
+from secc.runtime.parameters.checkpoint import load_full_state_dict
+from tests.e2e.harness import find_differences
+from tools.compare_training import train_distributed, train_in_one_process, write_recording_model
+
+MODELS = Path(__file__).parent.parent / "models"
+
+
+def name_lines(model: Path, first: str, last: str) -> str:
+    """Returns the name of a block: from the line that begins with `first` to the one with `last`."""
+    lines = [line.strip() for line in model.read_text().splitlines()]
+    begin, end = (1 + next(i for i, line in enumerate(lines) if line.startswith(t)) for t in (first, last))
+    return f"line_{begin}" if begin == end else f"lines_{begin}_to_{end}"
+
+
+@pytest.mark.parametrize(
+    "name, first, last, whole_batch",
+    [
+        ("learned_forces", "positions = positions.req", "pull =", False),
+        ("matched_targets", "queries =", "return F.cross", True),
+    ],
+)
+def test_statements_are_a_block_of_their_own(name: str, first: str, last: str, whole_batch: bool) -> None:
+    model, options = MODELS / f"{name}.py", CompileOptions(cluster="local:2", global_batch=12)
+    plan = check_exactness(compile_model(model, options), required=True).plan
+    block = name_lines(model, first, last)
+    assert [s.whole_batch for s in plan.sections if block in s.blocks] == [whole_batch]
+    assert f"{block}: these lines are one block, because" in " ".join(plan.checks["notes"])
+
+
+def test_the_rest_of_forward_keeps_its_sections() -> None:
+    model = MODELS / "attended_caption.py"
+    options = CompileOptions(cluster="local:2", global_batch=12, sections=("encoder=encoder",))
+    plan = check_exactness(compile_model(model, options), required=True).plan
+    loop = name_lines(model, "scores, glances =", "loss =")
+    assert [s.blocks for s in plan.sections] == [("encoder",), ("start", loop)]
+
+
+@pytest.mark.slow
+def test_a_loop_that_adds_up_the_loss_names_the_option(tmp_path: Path) -> None:
+    text = (MODELS / "attended_caption.py").read_text()
+    text = text.replace("scores, glances = [], []", "total = 0.0").replace(
+        "            glances.append(weights)\n", ""
+    )
+    text = text.replace(
+        "scores.append(self.head(state))",
+        "following = caption[:, position + 1]\n            total = total + F.cross_entropy("
+        "self.head(state), following, ignore_index=0, reduction='sum')",
+    )
+    begin, end = text.index("        written ="), text.index("def model")
+    text = f"{text[:begin]}        return {{'loss': total / (caption[:, 1:] != 0).sum()}}\n\n\n{text[end:]}"
+    (tmp_path / "summed.py").write_text(text)
+    with pytest.raises(UserError, match="not separable") as refused:
+        compile_model(tmp_path / "summed.py", CompileOptions(global_batch=12))
+    assert "--whole-batch lines_" in refused.value.remedy
+    block = refused.value.remedy.partition("--whole-batch ")[2].partition(",")[0]
+    options = CompileOptions(cluster="local:2", global_batch=12, whole_batch=(block,))
+    check_exactness(compile_model(tmp_path / "summed.py", options), required=True)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["attended_caption", "learned_forces", "matched_targets"])
+@pytest.mark.parametrize("pins", [(), ("sharding=zero3", "dp=2")], ids=["chosen", "zero3"])
+def test_statements_train_as_in_plain_pytorch(name: str, pins: tuple[str, ...], tmp_path: Path) -> None:
+    model = write_recording_model(name, tmp_path, MODELS)
+    options = CompileOptions(cluster="local:3", global_batch=12)
+    if pins:
+        trained = [s.name for s in compile_model(model, options).plan.sections if s.mode == "train"]
+        options = CompileOptions(
+            cluster="local:3", global_batch=12, set=tuple(f"{trained[-1]}.{pin}" for pin in pins)
+        )
+    compiled = check_exactness(compile_model(model, options), required=True)
+    compiled.write_plan(tmp_path / "plan", report_page)
+    reference = train_in_one_process(model, 12, 4, tmp_path / "plain")
+    found = train_distributed(tmp_path / "plan", compiled.plan.world_size, 4, tmp_path / "run")
+    assert list(find_differences(found, reference)) == []
+    own = load_model_file(MODELS / f"{name}.py").build_model()
+    exported = load_full_state_dict(tmp_path / "run" / "saved")
+    assert own.load_state_dict({k: torch.as_tensor(v) for k, v in exported.items()}, strict=True)

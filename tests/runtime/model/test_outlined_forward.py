@@ -1,0 +1,135 @@
+"""A forward in two parts computes what it computes in one, wherever it is split."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from secc.runtime.model.outlined_forward import (
+    ForwardSource,
+    NotOutlinable,
+    StatementRange,
+    call_in_place_of_range,
+    outline_statements,
+)
+
+
+class Caption(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.cell, self.out = nn.Embedding(9, 4), nn.GRUCell(4, 4), nn.Linear(4, 9)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def start(self, image: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(image * self.scale)
+
+    def forward(self, image: torch.Tensor, ids: torch.Tensor, weight: float = 0.5) -> dict[str, Any]:
+        """Two losses."""
+        state = self.start(image)
+        scores: list[torch.Tensor] = []
+        norms = 0.0
+        if weight > 1:
+            factor = weight
+        penalty = lambda x: x.square().mean()  # noqa: E731
+        for step in range(ids.shape[1] - 1):
+            state = self.cell(self.embed(ids[:, step]), state)
+            scores.append(self.out(state))
+            norms += penalty(state)
+        stacked = torch.stack(scores, 1)
+        if weight > 1:
+            norms = norms * factor
+        loss = nn.functional.cross_entropy(stacked.flatten(0, 1), ids[:, 1:].flatten())
+        return dict(loss=loss + weight * norms, last=self.out(state).detach())
+
+
+class Unsplittable(nn.Module):
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        batch.pop("x")
+        if "y" not in batch:
+            return torch.zeros(())
+        self.seen = batch
+        return call(self)
+
+
+def call(module: nn.Module) -> torch.Tensor:
+    return torch.ones(()) * len(list(module.children()))
+
+
+FORWARD = Caption.forward
+assert isinstance(FORWARD, FunctionType)
+RANGES = [(i, j) for i in range(len(ForwardSource(FORWARD).statements)) for j in range(i, 12)]
+
+
+def run_split(first: int, last: int, weight: float) -> Any:
+    """Runs the model with its forward split, and returns the result and the names that crossed the split."""
+    torch.manual_seed(0)
+    model, crossed = Caption(), list[set[str]]()
+    image, ids = torch.randn(3, 4), torch.randint(9, (3, 5))
+    expected = model(image, ids, weight)
+    outlined = outline_statements(FORWARD, Caption, first, last)
+
+    def run_statements(owner: Any, given: dict[str, Any]) -> Any:
+        found = outlined.statements(owner, given)
+        crossed.append({*given, *(() if outlined.returns else found)})
+        return found
+
+    code = call_in_place_of_range(outlined.rest, run_statements)
+    found = FunctionType(code, FORWARD.__globals__, "forward", FORWARD.__defaults__)(
+        model, image, ids, weight
+    )
+    return expected, found, crossed
+
+
+@pytest.mark.parametrize("weight", [0.5, 2.0])
+def test_every_split_computes_the_same(weight: float) -> None:
+    splits = 0
+    for first, last in RANGES:
+        try:
+            outline_statements(FORWARD, Caption, first, last)
+        except (NotOutlinable, IndexError):
+            continue
+        expected, found, crossed = run_split(first, last, weight)
+        assert torch.equal(expected["loss"], found["loss"]) and torch.equal(expected["last"], found["last"])
+        assert len(crossed) == 1
+        splits += 1
+    assert splits > 20
+
+
+def test_a_list_that_a_loop_fills_begins_inside_the_range() -> None:
+    source = ForwardSource(FORWARD)
+    loop = source.statement_that_calls("cell")
+    assert loop == 5 and source.widen(loop, loop) == (1, 5)
+    assert source.lists_read_after(1, 5) == 1 and source.lists_read_after(1, 6) == 0
+    _, _, (crossed,) = run_split(1, 6, 0.5)
+    assert "scores" not in crossed and {"state", "ids", "stacked", "norms"} <= crossed
+
+
+def test_methods_count_for_the_attributes_that_a_range_uses() -> None:
+    assert outline_statements(FORWARD, Caption, 0, 0).children == {"start", "scale"}
+    assert outline_statements(FORWARD, Caption, 1, 6).children == {"embed", "cell", "out"}
+
+
+def test_arguments_of_a_call_are_statements_of_their_own() -> None:
+    statements = ForwardSource(FORWARD).statements
+    last = outline_statements(FORWARD, Caption, len(statements) - 1, len(statements) - 1)
+    assert last.returns and last.children == frozenset()  # `self.out(state)` is computed before
+
+
+@pytest.mark.parametrize(
+    "number, why", [(0, "argument batch in place"), (1, "returns before"), (2, "sets"), (3, "passes")]
+)
+def test_what_cannot_be_split_says_why(number: int, why: str) -> None:
+    forward = Unsplittable.forward
+    assert isinstance(forward, FunctionType)
+    with pytest.raises(NotOutlinable, match=why):
+        outline_statements(forward, Unsplittable, number, number)
+
+
+def test_a_range_has_a_name() -> None:
+    found = StatementRange("net:Model.forward", 2, 4, "student.head")
+    assert StatementRange.parse(str(found)) == found
+    assert StatementRange.parse(":choose") is None
