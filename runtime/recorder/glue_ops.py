@@ -25,7 +25,7 @@ from secc.runtime.recorder import meta_rules
 from secc.runtime.recorder.block_results import is_fake
 from secc.runtime.recorder.finite_checks import decides_finiteness, find_passed_check
 from secc.runtime.recorder.graph_tape import Tape
-from secc.runtime.recorder.recording import iter_nodes_behind, read_value
+from secc.runtime.recorder.recording import BlockError, iter_nodes_behind, read_value
 
 aten = torch.ops.aten
 FailCallback = Callable[[str, str], NoReturn]  # message, remedy
@@ -323,10 +323,14 @@ class GlueRecorder:
             "leave it out if it is for checks or the log (scalars that forward returns are logged); "
             f"else {_COMPUTE_INSIDE_MODULE_REMEDY}"
         )
-        self._fail(
-            f"Python reads a value ({kind}) that depends on {source}, and is not known when a plan is made",
-            remedy,
+        message = (
+            f"Python reads a value ({kind}) that depends on {source}, and is not known when a plan is made"
         )
+        try:
+            self._fail(message, remedy)
+        except BlockError as error:
+            error.reads_scalar = tensor.dim() == 0
+            raise
 
     def _require_writable(self, tensor: torch.Tensor) -> None:
         name = self.tape.state_name(tensor)

@@ -54,6 +54,7 @@ class BlockError(UserError):
         super().__init__(message, where, remedy)
         self.path, self.coarser, self.parts = path, coarser, tuple(parts)
         self.functions, self.is_wish = tuple(functions), is_wish
+        self.reads_scalar = False
 
     def suggest_blocks(self, blocks: Collection[str]) -> list[str] | None:
         """Return other blocks that may let a recording succeed: finer ones if these show more, else a coarser

@@ -72,6 +72,7 @@ from secc.passes.fusion.fuse_when import reason_not_to_fuse
 from secc.runtime.fusion.install import installed_temporarily
 from secc.runtime.model import imported_code
 from secc.runtime.model.meta_build import build_meta_model
+from secc.runtime.model.outlined_forward import StatementRange
 from secc.runtime.model.user_file import UserModel, load_model_file
 from secc.runtime.parameters.elementwise_check import why_not_elementwise
 from secc.runtime.parameters.mixed_precision import cast_model, check_trainable_dtype, compute_dtype
@@ -212,7 +213,11 @@ def compile_model(
 
     source = CapturedModel(user, meta, model, survey, inputs, batches, capture, make_ir, make_passes)
     planner = Planner(source, options.set, clock.measure, clock.report_progress, options.taken_back)
-    planned = planner.plan_model()
+    try:
+        planned = planner.plan_model()
+    except UserError as error:
+        _say_why_statements_are_blocks(error, user, capture)
+        raise
     versions = {"secc": __version__, "torch": torch.__version__.split("+")[0]}
     plan = plan_codegen.build_plan(planned.module, ref, versions)
     notes = _collect_notes(planned, survey, options)
@@ -230,6 +235,14 @@ def compile_model(
         captured_model=planner.source,
         options=options,
     )
+
+
+def _say_why_statements_are_blocks(error: UserError, user: UserModel, capture: Capture) -> None:
+    """Adds to a message about a block of statements why they are one: the user has not made it."""
+    chosen = len([f for f in user.function_blocks if StatementRange.parse(f) is not None])
+    for note in capture.notes[:chosen]:
+        if note.path in error.message:
+            error.message += f"; {note.path}: {note.reason}"
 
 
 def _validate_options(options: CompileOptions) -> None:

@@ -78,7 +78,10 @@ def test_a_function_inside_another_is_part_of_its_statement(tmp_path: Path) -> N
     )
     (tmp_path / "model.py").write_text(inner)
     plan = check_exactness(compile_model(tmp_path / "model.py", CompileOptions()), required=True).plan
-    assert [s.blocks for s in plan.sections] == [("layers", "head", "line_18")]
+    assert [(s.blocks, s.whole_batch) for s in plan.sections] == [
+        (("layers", "head"), False),
+        (("line_18",), True),
+    ]
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def name_lines(model: Path, first: str, last: str) -> str:
     "name, first, last, whole_batch",
     [
         ("learned_forces", "positions = positions.req", "pull =", False),
-        ("matched_targets", "queries =", "return F.cross", True),
+        pytest.param("matched_targets", "queries =", "return F.cross", True, marks=pytest.mark.slow),
     ],
 )
 def test_statements_are_a_block_of_their_own(name: str, first: str, last: str, whole_batch: bool) -> None:
@@ -43,12 +43,22 @@ def test_statements_are_a_block_of_their_own(name: str, first: str, last: str, w
     assert f"{block}: these lines are one block, because" in " ".join(plan.checks["notes"])
 
 
+@pytest.mark.slow
 def test_the_rest_of_forward_keeps_its_sections() -> None:
     model = MODELS / "attended_caption.py"
     options = CompileOptions(cluster="local:2", global_batch=12, sections=("encoder=encoder",))
     plan = check_exactness(compile_model(model, options), required=True).plan
     loop = name_lines(model, "scores, glances =", "loss =")
     assert [s.blocks for s in plan.sections] == [("encoder",), ("start", loop)]
+
+
+def test_a_branch_of_the_whole_batch_names_the_option() -> None:
+    model = MODELS / "reads_block_value.py"
+    with pytest.raises(UserError, match=r"not separable.*Python reads a value") as refused:
+        compile_model(model, CompileOptions(global_batch=12))
+    assert "--whole-batch lines_19_to_21" in refused.value.remedy
+    options = CompileOptions(cluster="local:2", global_batch=12, whole_batch=("lines_19_to_21",))
+    check_exactness(compile_model(model, options), required=True)
 
 
 @pytest.mark.slow

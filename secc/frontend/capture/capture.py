@@ -150,7 +150,7 @@ def capture_model(
         try:
             capture = _capture_with_blocks(user, model, survey, inputs, cut, blocks, before, recorder)
             statements.check_results(case.generic.graph for case in capture.cases)
-            capture.notes[:0] = [*functions.notes, *statements.notes]
+            capture.notes[:0] = [*statements.notes, *functions.notes]
             return capture
         except UserError as error:
             if before is not None:
@@ -158,7 +158,9 @@ def capture_model(
             if statements.block is None and functions.try_next(error):
                 continue
             if not statements.try_next(functions.unsolved or error):
-                raise functions.unsolved or error from None
+                if functions.unsolved is not None:
+                    raise functions.unsolved from None
+                raise
 
 
 def _capture_with_blocks(

@@ -112,13 +112,15 @@ class StatementChoice:
         """Returns ranges of statements around the place of an error, in the module outside of blocks that it
         belongs to and in those around it; the smallest of the innermost module come first."""
         path = error.module if isinstance(error, GlueError) else error.path
+        # One number is the whole batch's: a branch on it would go another way in a micro-batch.
+        decides = isinstance(error, BlockError) and error.reads_scalar
         file, _, number = error.where.rpartition(":")
         line = int(number) if number.isdigit() else 0
         inside, returning, called = list[StatementRange](), list[StatementRange](), ""
         while True:
             with suppress(NotOutlinable, AttributeError):
                 ranges = list(_ranges_around(self._model, path, file, line, called))
-                inside += [r for r, returns in ranges if not returns]
+                inside += [r for r, returns in ranges if not (returns or decides)]
                 returning += [r for r, returns in ranges if returns and not path]
             if not path:
                 return [*inside[:_MAX_RANGES], *returning[:_MAX_RETURNING]]

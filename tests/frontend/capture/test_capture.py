@@ -137,11 +137,11 @@ def test_random_mixing_of_samples_is_refused_with_its_line(models: Path) -> None
     assert error.value.where == "mixup.py:19" and error.value.remedy
 
 
-def test_a_branch_on_a_blocks_result_is_refused_with_its_line(models: Path) -> None:
-    with pytest.raises(UserError) as error:
-        capture_user_model(load_model_file(models / "reads_block_value.py"))
-    assert error.value.where == "reads_block_value.py:19"
-    assert "encoder" in error.value.message and error.value.remedy
+def test_a_branch_on_a_blocks_result_is_part_of_the_loss(models: Path) -> None:
+    found = capture_user_model(load_model_file(models / "reads_block_value.py"))
+    assert set(found.blocks) == {"encoder", "lines_19_to_21"}  # with the decoder: they return the loss
+    (note,) = (n for n in found.notes if n.path == "lines_19_to_21")
+    assert note.where == "reads_block_value.py:19" and "Python reads a value" in note.reason
 
 
 def test_a_path_taken_only_without_padding_is_captured(models: Path) -> None:
