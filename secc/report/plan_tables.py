@@ -123,9 +123,9 @@ def _allocation_text(plan: Plan) -> str:
 
 
 _CP_WAYS = {
-    "section": "all ranks of cp share each sample",
-    "one_or_all": "one or all of them",
-    "any": "any divisor of cp",
+    "section": "all ranks of cp for each sample",
+    "one_or_all": "one rank or all for a sample",
+    "any": "any divisor of cp for a sample",
 }
 
 
@@ -133,11 +133,11 @@ def _dynamic_cp_text(plan: Plan) -> str:
     """The scheduled steps that say how samples are dealt to ranks of cp, "" where nothing was compared."""
     compared: dict[str, Any] = plan.solver.get("dynamic_cp", {})
     texts = [
-        f"{section}: {', '.join(f'{seconds:.4g} s where {_CP_WAYS[way]}' for way, seconds in ways.items())}"
+        f"{section}: {', '.join(f'{seconds:.4g} s with {_CP_WAYS[way]}' for way, seconds in ways.items())}"
         for section, ways in compared.get("sections", {}).items()
     ]
     if steps := compared.get("step_s"):
-        priced = ", ".join(f"{seconds:.4g} s where samples are {how}" for how, seconds in steps.items())
+        priced = ", ".join(f"{seconds:.4g} s with samples {how}" for how, seconds in steps.items())
         texts.append(f"best plan {priced}")
     return "; ".join(texts)
 
