@@ -35,14 +35,15 @@ _PASSES_DIFFER = (
 def is_expert_list(name: str, module: nn.Module) -> bool:
     """Whether a module called `name` in its parent is a list of experts: at least two modules of one class
     with parameters of the same names, matrices and vectors, and "expert" in its name or in their class's."""
-    if not isinstance(module, nn.ModuleList) or len(module) < 2:
+    experts = list(module.children())  # without entries that are None
+    if not isinstance(module, nn.ModuleList) or not 2 <= len(experts) == len(module):
         return False
     # Sizes may differ: a rank has nothing of experts that others hold.
-    kinds = {(type(m), tuple((n, p.dim()) for n, p in m.named_parameters())) for m in module}
-    params = [p for m in module for p in m.parameters()]
+    kinds = {(type(m), tuple((n, p.dim()) for n, p in m.named_parameters())) for m in experts}
+    params = [p for m in experts for p in m.parameters()]
     if len(kinds) > 1 or len(set(params)) < len(params) or not {1, 2} >= {p.dim() for p in params} >= {2}:
         return False
-    return "expert" in name.lower() or "expert" in type(module[0]).__name__.lower()
+    return "expert" in name.lower() or "expert" in type(experts[0]).__name__.lower()
 
 
 def find_expert_list(mixture: nn.Module) -> str:

@@ -11,6 +11,7 @@ from secc.frontend.tp_search.expert_cuts import find_expert_cuts, mixture_sizes
 from secc.frontend.tp_search.find_mapping import expert_shards
 from secc.frontend.tp_search.listed_rows import count_listed_choices
 from secc.runtime.sections.recompute import find_layer_stacks
+from secc.runtime.tensor_parallel.expert_lists import is_expert_list
 from secc.runtime.tensor_parallel.parameter_cuts import cut_of_shard
 from tests.models.listed_experts import EXPERTS, WIDTH, AllOfThem, ChosenOnly, Expert, Layer, Model
 
@@ -97,3 +98,7 @@ def test_rows_of_experts_in_lists_are_counted() -> None:
     ids = torch.arange(1, 7)[None]
     found = count_listed_choices(Model(), [{"input_ids": ids, "labels": ids}] * 3)
     assert found == {"layers.0.mixture": 2, "layers.1.mixture": EXPERTS, "layers.2.mixture": 2}
+
+
+def test_a_list_with_an_entry_that_is_none_holds_no_experts() -> None:
+    assert not is_expert_list("experts", nn.ModuleList([nn.Linear(2, 2), None]))  # type: ignore[list-item]

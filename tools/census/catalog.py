@@ -237,7 +237,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         return [output]
     if isinstance(output, dict):  # without a contrastive model's scores, which pair all samples
-        output = [v for k, v in output.items() if not k.startswith("logits_per_")]
+        output = [v for k, v in output.items() if not k.startswith("logits_")]
     values = output if isinstance(output, list | tuple) else []
     return [t for v in values for t in _tensors(v)]
 
