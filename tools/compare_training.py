@@ -54,14 +54,15 @@ from {name} import dataset, model
 
 
 def optimizer(params):
-    made = torch.optim.AdamW(params, lr={rate})
+    made, kept = torch.optim.AdamW(params, lr={rate}), {{}}
 
-    def keep(optimizer, *_):
+    def keep(optimizer, *_):  # called for each part of a step, if states are in host memory
         file = Path(os.environ["GRADIENTS"]) / f"rank{{os.environ.get('RANK', '')}}.pt"
-        if not file.exists():
-            groups = optimizer.param_groups
-            held = [pair for group in groups for pair in zip(group["param_names"], group["params"])]
-            torch.save({{n: None if p.grad is None else p.grad.clone() for n, p in held}}, file)
+        groups = optimizer.param_groups
+        held = dict(pair for group in groups for pair in zip(group["param_names"], group["params"]))
+        if held.keys() - kept.keys() and (kept or not file.exists()):
+            kept.update({{n: None if p.grad is None else p.grad.clone() for n, p in held.items()}})
+            torch.save(kept, file)
 
     made.register_step_pre_hook(keep)
     return made

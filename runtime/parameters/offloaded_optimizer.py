@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -164,16 +165,17 @@ class OffloadedOptimizer:
 
     @contextmanager
     def _only(self, selects: Callable[[nn.Parameter], bool]) -> Iterator[None]:
-        """Leaves only the selected parameters in the optimizer's groups meanwhile."""
+        """Leaves only the selected parameters, and their names, in the optimizer's groups meanwhile."""
         groups = self.optimizer.param_groups
-        kept = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = [p for p in group["params"] if selects(p)]
+        kept = [{key: group[key] for key in ("params", "param_names") if key in group} for group in groups]
+        for group, whole in zip(groups, kept, strict=True):
+            chosen = [selects(p) for p in whole["params"]]
+            group |= {key: list(compress(entries, chosen)) for key, entries in whole.items()}
         try:
             yield
         finally:
-            for group, params in zip(groups, kept, strict=True):
-                group["params"] = params
+            for group, whole in zip(groups, kept, strict=True):
+                group |= whole
 
     def _fetch(self, bucket: _Bucket) -> None:
         """Starts to copy the bucket's states and masters to the device, if they are not there."""

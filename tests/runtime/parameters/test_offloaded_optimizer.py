@@ -128,3 +128,21 @@ class Counting(torch.optim.SGD):
 def test_optimizers_that_step_on_some_parameters_are_recognised(made: Any, reason: str | None) -> None:
     found = why_not_stepwise(made([nn.Parameter(torch.ones(3, 2))]))
     assert found is None if reason is None else found is not None and reason in found
+
+
+def test_a_hook_sees_the_names_of_the_parameters_that_a_part_of_a_step_updates() -> None:
+    params = {name: nn.Parameter(torch.ones(2)) for name in ("kept", "a", "b")}
+    optimizer = torch.optim.AdamW(params.items(), lr=0.1)
+    seen: list[dict[str, bool]] = []
+
+    def note(made: torch.optim.Optimizer, *_: object) -> None:
+        (group,) = made.param_groups
+        seen.append({n: p is params[n] for n, p in zip(group["param_names"], group["params"], strict=True)})
+
+    optimizer.register_step_pre_hook(note)
+    offloaded = OffloadedOptimizer(optimizer, [params["a"], params["b"]], (), HostCopies(CPU))
+    for param in params.values():
+        param.grad = torch.ones(2)
+    offloaded.step()
+    assert seen == [{"kept": True}, {"a": True, "b": True}]
+    assert optimizer.param_groups[0]["param_names"] == list(params)
