@@ -3,6 +3,7 @@ statements of a forward (`secc.runtime.model.function_blocks`)."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
@@ -25,7 +26,8 @@ from secc.runtime.model.user_file import UserModel, is_model_file_module, model_
 from secc.runtime.recorder import BlockError, take_at_path
 
 _MAX_RANGES = 12  # ranges of statements that are tried for one error; each costs a capture
-_MAX_RETURNING = 8  # and ranges that return the loss
+_MAX_RETURNING = 6  # and ranges that return the loss
+_MAX_SECONDS = 60.0  # of processor time for all of them
 
 
 class FunctionChoice:
@@ -73,6 +75,7 @@ class StatementChoice:
         self.notes = list[CaptureNote]()
         self._user, self._model = user, model
         self._choices: Iterator[StatementRange] = iter(())  # instead of the last choice
+        self._until = 0.0  # processor time after which no more are tried
         self._first_error: UserError | None = None
 
     @property
@@ -96,11 +99,12 @@ class StatementChoice:
             if not isinstance(error, BlockError | GlueError) or not (ranges := self._find_ranges(error)):
                 return False
             self._first_error, self._choices = error, iter(ranges)
+            self._until = time.process_time() + _MAX_SECONDS
         else:
             self._user.function_blocks = self._user.function_blocks[:-1]
             delattr(self._model, self.notes.pop().path)
         chosen = next(self._choices, None)
-        if chosen is None:
+        if chosen is None or time.process_time() > self._until:
             raise self._first_error from None
         self._user.function_blocks += (str(chosen),)
         path = add_function_block(self._model, str(chosen), model_file_module(self._model))
