@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import NamedTuple
 
 from secc.runtime.plan.batch_sizes import combine_sizes, pad_sample_sizes
@@ -57,6 +58,29 @@ class _SubgroupPrices:
         for place, p in enumerate(sorted(range(len(ns)), key=lambda p: (-ns[p], p))):
             self.order[p] = place
         self.parts: dict[tuple[int, ...], PartCosts] = {}
+        self._largest: dict[tuple[int, ...], tuple[int, int, int] | None] = {}
+
+    def largest_of(self, samples: tuple[int, ...]) -> tuple[int, int, int] | None:
+        """Returns the most that one of the samples, each a part of its own, takes: ns of forward, ns of
+        backward, saved bytes. None if one of them does not fit. Runs of neighbours are priced by growing
+        length, so a run without its last sample is mostly known."""
+        if samples not in self._largest:
+            last, before = samples[-1], samples[:-1]
+            own = (self.forward[last], self.backward[last], self.saved[last])
+            found = own if self.is_possible[last] else None
+            if before and found is not None:
+                known = self._largest[before] if before in self._largest else self._largest_of_all(before)
+                found = None if known is None else _larger(known, own)
+            self._largest[samples] = found
+        return self._largest[samples]
+
+    def _largest_of_all(self, samples: tuple[int, ...]) -> tuple[int, int, int] | None:
+        if not all(map(self.is_possible.__getitem__, samples)):
+            return None
+        forward, backward, saved = (
+            max(map(column.__getitem__, samples)) for column in (self.forward, self.backward, self.saved)
+        )
+        return forward, backward, saved
 
     def deal_in_turns(self, samples: Sequence[int], subgroups: int) -> SampleParts:
         """Deals samples to subgroups, those that take longest first, in turns forth and back."""
@@ -67,6 +91,10 @@ class _SubgroupPrices:
             number, place = divmod(turn, subgroups)
             parts[subgroups - 1 - place if number % 2 else place].append(p)
         return tuple(tuple(sorted(part)) for part in parts)
+
+
+def _larger(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
+    return max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2])
 
 
 class PredictedCosts:
@@ -212,21 +240,14 @@ class PredictedCosts:
         self._price_parts(section, subgroup, {part for draft in drafts for part in draft if part})
         found = list[DealtCosts | None]()
         for samples, draft in zip(micro_batches, drafts, strict=True):
+            largest = None
             if draft:
                 parts = [prices.parts[part] for part in draft if part]
+                if all(part.is_possible for part in parts):
+                    largest = reduce(_larger, (part[:3] for part in parts))
             elif 1 < len(samples) <= count:
-                parts = None if all(map(prices.is_possible.__getitem__, samples)) else ()
-            else:
-                parts = ()
-            if parts is None:
-                columns = (prices.forward, prices.backward, prices.saved)
-                largest = tuple(max(map(column.__getitem__, samples)) for column in columns)
-            elif parts and all(part.is_possible for part in parts):
-                largest = tuple(map(max, zip(*(part[:3] for part in parts), strict=True)))
-            else:
-                found.append(None)
-                continue
-            found.append(DealtCosts(count, subgroup.ranks, *largest))
+                largest = prices.largest_of(tuple(samples))
+            found.append(None if largest is None else DealtCosts(count, subgroup.ranks, *largest))
         return found
 
     def _deal_in_turns(self, section: Section, ranks: int, samples: Sequence[int]) -> SampleParts:
