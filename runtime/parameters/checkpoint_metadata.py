@@ -58,6 +58,7 @@ _KNOWN_CLASSES = frozenset({
     (f"{_DCP}filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib._local", "PosixPath"),
     ("pathlib._local", "WindowsPath"),
+    ("builtins", "getattr"),  # a record, too: Python 3.11.0 to 3.11.3 name members of enums so
 })  # fmt: skip
 _RAW_UNPICKLER: Any = pickle._Unpickler  # pyright: ignore # in Python: the C one allocates whatever a file asks for
 

@@ -311,12 +311,15 @@ class _CaseFinder:
         if isinstance(error, BlockError) and error.functions and calls is not None and calls.returned_loss:
             raise error  # a function hides less
         if isinstance(error, BlockError) and (error.parts or error.is_wish):
+            parts = error.suggest_blocks(blocks) or []
             if error.is_wish:
                 self.tried_blocks.discard(frozenset(blocks))
+                if frozenset(parts) in self.tried_blocks:  # they could not be blocks
+                    return blocks
             self.frontier.notes.append(
                 CaptureNote(error.path, f"its parts are blocks, because {error.message}", error.where)
             )
-            return error.suggest_blocks(blocks) or []
+            return parts
         if around is None or around in blocks:
             raise error
         self.frontier.notes.append(CaptureNote(around, f"one block, because {error.message}", error.where))
