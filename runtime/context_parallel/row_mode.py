@@ -307,7 +307,16 @@ def _apply_on_rows(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _recompute_in_mode(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _checkpoint_generator(bind_active_mode(function), *args, **kwargs)
+    """Marks the inputs again when code runs again: hooks on saved tensors (offloading) give back others."""
+    marks = [mark_of(value) for value in args]  # settings of the checkpoint first, then the inputs
+
+    def run_again(*inputs: Any, **named: Any) -> Any:
+        for value, mark in zip(inputs, marks[len(marks) - len(inputs) :], strict=True):
+            if mark is not None:
+                set_mark(value, mark)
+        return function(*inputs, **named)
+
+    return _checkpoint_generator(bind_active_mode(run_again if any(marks) else function), *args, **kwargs)
 
 
 # Modules have the name `checkpoint` already, so what it calls is replaced.

@@ -149,6 +149,7 @@ SLOW = {
         (4, "pp=2 dp=2 placement=v sharding=zero3 recompute=full micro_batch=1"),
         (2, "pp=2 chunks=2 micro_batch=2 offload=activations"),
         (4, "tp=2 cp=2 micro_batch=3 offload=activations overlap=both"),
+        (2, "cp=2 recompute=full micro_batch=2 offload=activations"),
         (4, "tp=2 pp=2 placement=v recompute=selective micro_batch=2 offload=activations bf16"),
     ],
     "qwen2_5_vl": [(3, "visual.pp=2 visual.micro_batch=1 language_model.dp=1")],
