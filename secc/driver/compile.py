@@ -243,6 +243,7 @@ def _say_why_statements_are_blocks(error: UserError, user: UserModel, capture: C
     for note in capture.notes[:chosen]:
         if note.path in error.message:
             error.message += f"; {note.path}: {note.reason}"
+            error.remedy = f"{note.remedy}; or else {error.remedy}" if note.remedy else error.remedy
 
 
 def _validate_options(options: CompileOptions) -> None:

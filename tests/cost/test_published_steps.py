@@ -45,7 +45,7 @@ def test_a_row_pins_its_layout() -> None:
     assert set(pins_of(row)) == {
         *("model.tp=2", "model.pp=2", "model.dp=8", "model.recompute=none"),
         *("model.sharding=zero1", "model.micro_batch=8", "model.norms=sequence"),
-        "model.overlap=none",
+        *("model.overlap=none", "model.offload=none"),
     }
     without = next(r for r in read_rows(ROWS_FILE) if r["tp"] > 1 and not r.get("norms"))
     assert "model.norms=whole" in pins_of(without)

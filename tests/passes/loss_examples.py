@@ -249,9 +249,10 @@ REFUSED = {
     ),
     "y.std()": "aten.std.correction is taken over samples",
     "y.mean((1, 2)).topk(2).values.mean()": "aten.topk.default works along a dim that carries samples",
-    "F.mse_loss(y, t) if known.sum().item() > 3 else F.l1_loss(y, t)": (
-        "Python reads a value (item) of the inputs"
-    ),
-    "y[known][: known.sum().item() // 2].sum()": "is a number of rows that values of the inputs decide",
     "F.cross_entropy(rows, targets, weight=self.teacher.bias)": "weights, which are a parameter of the model",
 }
+# Their statements are a block that takes the whole batch, since Python reads a number of it.
+OF_THE_WHOLE_BATCH = (
+    "F.mse_loss(y, t) if known.sum().item() > 3 else F.l1_loss(y, t)",
+    "y[known][: known.sum().item() // 2].sum()",
+)

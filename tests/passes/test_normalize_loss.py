@@ -24,7 +24,7 @@ from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import UserModel, load_model_file
 from secc.runtime.plan.batch_sizes import pad_batch, read_symbol_sizes
 from tests.passes.case_interpreter import Source, distributed_loss
-from tests.passes.loss_examples import GROUPS, MODEL, REFUSED
+from tests.passes.loss_examples import GROUPS, MODEL, OF_THE_WHOLE_BATCH, REFUSED
 
 PASSES = "canonicalize,dce,normalize-loss,dce"
 SPLIT = (slice(0, 3), slice(3, 5), slice(5, 7))
@@ -76,6 +76,15 @@ def same(loss: torch.Tensor, wanted: torch.Tensor, parameters: list[torch.nn.Par
         assert (gradient is None) == (reference is None)
         if gradient is not None:
             torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", OF_THE_WHOLE_BATCH)
+def test_a_loss_that_reads_a_number_of_the_batch_takes_all_samples(loss: str, tmp_path: Path) -> None:
+    _, found, module = captured(tmp_path, [loss])
+    pass_pipeline.run_passes(module, pass_pipeline.parse_pipeline(PASSES))
+    (block,) = (path for path in found.blocks if path.startswith("line"))
+    (note,) = (note for note in found.notes if note.path == block)
+    assert note.where.startswith("model.py:21") and note.remedy
 
 
 @pytest.mark.parametrize("loss", REFUSED)

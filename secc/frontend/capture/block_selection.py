@@ -41,11 +41,13 @@ class ModuleCalls:
 
 @dataclass(frozen=True)
 class CaptureNote:
-    """A deviation from the planned capture, with its reason and place."""
+    """A deviation from the planned capture, with its reason and place. remedy: what the user can do, if the
+    reason does not say it."""
 
     path: str
     reason: str
     where: str
+    remedy: str = ""
 
 
 @dataclass

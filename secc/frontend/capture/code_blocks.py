@@ -109,7 +109,8 @@ class StatementChoice:
         self._user.function_blocks += (str(chosen),)
         path = add_function_block(self._model, str(chosen), model_file_module(self._model))
         reason = f"these lines are one block, because {self._first_error.message}"
-        self.notes.append(CaptureNote(path, reason, self._first_error.where))
+        first = self._first_error
+        self.notes.append(CaptureNote(path, reason, first.where, first.remedy))
         return True
 
     def _find_ranges(self, error: BlockError | GlueError) -> list[StatementRange]:
