@@ -346,7 +346,7 @@ def _in_flight_limit(work: Workload, load: SectionLoad, parts: int) -> int:
     device = work.cluster.view_of_ranks(_ranks_of(load.section)).device
     most = divide_in_flight_room(shape, stage, IN_FLIGHT_PER_STAGE * shape.stages)
     if shape.chunks == 1:
-        return next((n for n in range(most, least, -1) if rank.fits(n, device)), least)
+        return next((n for n in range(most, least, -1) if rank.fits_device(n, device)), least)
     others = shape.chunks * (rank.fixed + rank.gradients)  # of all stages on the rank
     room = divide_in_flight_room(shape, stage, max(0, device.usable_memory - others), rank.largest_sample)
     return max(least, min(most, room // max(1, rank.activation)))

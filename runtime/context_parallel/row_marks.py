@@ -54,9 +54,9 @@ class Rows:
             ),
         )
 
-    def merge(self, adjacent: int) -> Rows | None:
-        """Returns how rows are dealt that `adjacent` rows of this sequence each become; None if ranks share
-        one."""
+    def merge_adjacent_rows(self, adjacent: int) -> Rows | None:
+        """Returns how the rows are dealt if every `adjacent` rows of this sequence become one; None if two
+        ranks have parts of the same one."""
         if any(end % adjacent for runs in self.runs for run in runs for end in run):
             return None
         merged = (tuple((a // adjacent, b // adjacent) for a, b in runs) for runs in self.runs)

@@ -286,7 +286,7 @@ def _find_rows(whole: Sequence[int], wanted: Sequence[int], mark: RowMark) -> Ro
         and mark.is_plain
         and list(whole[: mark.dim]) == list(wanted[: mark.dim])
         and whole[mark.dim] == merged * wanted[mark.dim]
-        and (rows := mark.rows.merge(merged)) is not None
+        and (rows := mark.rows.merge_adjacent_rows(merged)) is not None
     ):
         return replace(mark, rows=rows)
     before, size = prod(whole[: mark.dim]) * mark.outer, mark.rows.size

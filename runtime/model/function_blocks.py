@@ -16,7 +16,6 @@ An argument that is neither a tensor nor plain data, but a module of the model o
 
 from __future__ import annotations
 
-import importlib
 import operator
 import re
 import sys
@@ -32,12 +31,14 @@ from secc.runtime.model.outlined_forward import (
     OutlinedForward,
     StatementRange,
     call_in_place_of_range,
-    find_forward,
+    find_function,
     outline_statements,
+    unwrap_function,
 )
 from secc.runtime.model.source_lines import is_internal_file
 
 _REFERENCE_KEY = "*attribute"  # of a dict that stands for an attribute of a module: [module path, name]
+_STATE_KINDS = ("_modules", "_parameters", "_buffers")  # of an nn.Module
 _PLAIN = (bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device, type(None))
 CallHandler = Callable[["FunctionBlock", tuple[Any, ...], dict[str, Any]], Any]
 
@@ -62,7 +63,7 @@ class FunctionBlock(nn.Module):
         """Call the function with arguments that are no references."""
         return self.function(*args, **kwargs)
 
-    def intercept(self, handle: Callable[..., Any]) -> CodeType:
+    def make_intercepting_code(self, handle: Callable[..., Any]) -> CodeType:
         """Return code for the function that calls `handle(*args, **kwargs)` in its place."""
         return _code_that_calls(handle, self.intercepted[0])
 
@@ -82,7 +83,8 @@ class FunctionBlock(nn.Module):
 class StatementBlock(FunctionBlock):
     """Runs a range of statements of the forward of `owner`, a module of the model.
 
-    In these statements `self` is the block, which has the owner's methods and attributes, too.
+    In these statements `self` is an object of the owner's class with the owner's attributes, and with the
+    parameters of the block, which a rank may have where it has not those of the owner.
     """
 
     def __init__(
@@ -92,14 +94,19 @@ class StatementBlock(FunctionBlock):
         self.function, self.intercepted = outlined.statements, (forward,)
         self._root, self._owner, self._rest = (root,), (owner,), outlined.rest
         for name in sorted(outlined.children):
-            for kind in ("_modules", "_parameters", "_buffers"):
+            for kind in _STATE_KINDS:
                 if name in vars(owner)[kind]:
                     vars(self)[kind][name] = vars(owner)[kind][name]
         self.register_load_state_dict_post_hook(self._forget_missing_names)
 
     def forward(self, given: dict[str, Any]) -> Any:
         """Run the statements with variables by name; return those that later statements read, by name."""
-        return self.function(self, given)
+        owner = self._owner[0]
+        view = object.__new__(type(owner))
+        view.__dict__ |= vars(owner)
+        for kind in _STATE_KINDS:
+            view.__dict__[kind] = vars(owner)[kind] | vars(self)[kind]
+        return self.function(view, given)
 
     def name_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments as they are."""
@@ -109,13 +116,13 @@ class StatementBlock(FunctionBlock):
         """Run the statements where they stand."""
         return self.function(self._owner[0], *args, **kwargs)
 
-    def intercept(self, handle: Callable[..., Any]) -> CodeType:
+    def make_intercepting_code(self, handle: Callable[..., Any]) -> CodeType:
         """Return code for forward in which `handle(variables)` stands for the statements."""
 
-        def call(owner: Any, given: dict[str, Any]) -> Any:
+        def run_statements(owner: Any, given: dict[str, Any]) -> Any:
             return handle(given) if owner is self._owner[0] else self.function(owner, given)
 
-        return call_in_place_of_range(self._rest, call)
+        return call_in_place_of_range(self._rest, run_statements)
 
     def _forget_missing_names(self, _: nn.Module, keys: Any) -> None:
         """The model has what this block holds under the names of its owner."""
@@ -126,16 +133,6 @@ class StatementBlock(FunctionBlock):
         """Return no entries: the model has them under the names of their owners."""
         return kwargs.get("destination", args[0] if args else {})
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name in ("_owner", "_root"):
-                raise
-            owner = self._owner[0]
-            found = getattr(type(owner), name, None)
-            return found.__get__(self) if isinstance(found, FunctionType) else getattr(owner, name)
-
 
 def add_function_block(model: nn.Module, function: str, model_file: str) -> str:
     """Add a function, or a range of statements, to the model as a block; a model that has it stays as it is.
@@ -144,7 +141,7 @@ def add_function_block(model: nn.Module, function: str, model_file: str) -> str:
     statements = StatementRange.parse(function)
     if statements is not None:
         owner = model.get_submodule(statements.path)
-        forward = find_forward(statements.function, model_file)
+        forward = find_function(statements.function, model_file)
         outlined = outline_statements(forward, type(owner), statements.first, statements.last)
         first, last = outlined.lines
         path = f"line_{first}" if first == last else f"lines_{first}_to_{last}"
@@ -154,7 +151,7 @@ def add_function_block(model: nn.Module, function: str, model_file: str) -> str:
             )
             model.add_module(path, kind(forward, model, owner, outlined))
         return path
-    path, found = block_path(function), _find_function(function, model_file)
+    path, found = block_path(function), find_function(function, model_file)
     if path not in dict(model.named_children()):
         kind = type(found.__name__, (FunctionBlock,), {"__module__": found.__module__})
         model.add_module(path, kind(found, model))
@@ -187,7 +184,7 @@ def find_running_functions(forward: CodeType | None, is_model_file: Callable[[st
         if is_internal_file(code.co_filename) or code.co_freevars or module == "__main__":
             continue
         try:
-            found = _unwrap(operator.attrgetter(code.co_qualname)(sys.modules[module]))
+            found = unwrap_function(operator.attrgetter(code.co_qualname)(sys.modules[module]))
         except (KeyError, AttributeError):
             continue
         if found is not None and found.__code__ is code:
@@ -205,7 +202,7 @@ def intercepted_functions(model: nn.Module, handle: CallHandler) -> Iterator[Non
         for block in function_blocks_of(model).values():
             (function,) = block.intercepted
             stack.callback(setattr, function, "__code__", function.__code__)
-            function.__code__ = block.intercept(
+            function.__code__ = block.make_intercepting_code(
                 lambda *args, _block=block, **kwargs: handle(_block, args, kwargs)
             )
         yield
@@ -221,21 +218,6 @@ def _code_that_calls(handler: Callable[..., Any], function: FunctionType) -> Cod
     return call.__code__.replace(
         co_consts=constants, co_filename=old.co_filename, co_firstlineno=old.co_firstlineno
     )
-
-
-def _find_function(function: str, model_file: str) -> FunctionType:
-    module, _, name = function.rpartition(":")
-    found = _unwrap(operator.attrgetter(name)(importlib.import_module(module or model_file)))
-    if found is None:
-        raise AttributeError(f"{name} is not a function written in Python")
-    return found
-
-
-def _unwrap(value: Any) -> FunctionType | None:
-    """Return the function behind decorators that keep it as `__wrapped__`."""
-    while (inner := getattr(value, "__wrapped__", None)) is not None:
-        value = inner
-    return value if isinstance(value, FunctionType) else None
 
 
 def _copy_function(function: FunctionType) -> FunctionType:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import copy
 import importlib
+import inspect
 import linecache
 import operator
 import re
@@ -74,7 +75,6 @@ class ForwardSource:
     """
 
     def __init__(self, function: FunctionType) -> None:
-        self.function = function
         code = function.__code__
         if code.co_freevars:
             raise NotOutlinable("it uses variables from outside of its function")
@@ -90,7 +90,7 @@ class ForwardSource:
         self.self_name = named[0].arg
 
     @cached_property
-    def parameters(self) -> frozenset[str]:
+    def argument_names(self) -> frozenset[str]:
         """Names of forward's arguments."""
         a = self.definition.args
         given = [*a.posonlyargs, *a.args, *a.kwonlyargs, *(x for x in (a.vararg, a.kwarg) if x is not None)]
@@ -109,14 +109,14 @@ class ForwardSource:
                 return number
         return None
 
-    def widen(self, first: int, last: int) -> tuple[int, int]:
+    def widen_range(self, first: int, last: int) -> tuple[int, int]:
         """Return the smallest range around first to last that can be outlined. Lists that it changes in place
         begin in it, and so do functions that forward defines, and tensors for which it wants gradients.
         Raises NotOutlinable if there is none."""
         while True:
             chosen = self.statements[first : last + 1]
             changed = {n for s in chosen for n in _changed_in_place(s)} - {self.self_name}
-            outside = changed & self.parameters
+            outside = changed & self.argument_names
             if outside:
                 raise NotOutlinable(f"it changes the argument {min(outside)} in place")
             read = {n for s in chosen for n in _names(s, ast.Load)}
@@ -165,7 +165,7 @@ class OutlinedForward:
 def outline_statements(function: FunctionType, owner: type, first: int, last: int) -> OutlinedForward:
     """Split the forward of a module of class `owner`. Raises NotOutlinable."""
     source = ForwardSource(function)
-    if not 0 <= first <= last < len(source.statements) or source.widen(first, last) != (first, last):
+    if not 0 <= first <= last < len(source.statements) or source.widen_range(first, last) != (first, last):
         raise NotOutlinable("its statements need others")
     moved, chosen = _move_independent(source.statements[first : last + 1])
     before, after = [*source.statements[:first], *moved], source.statements[last + 1 :]
@@ -176,10 +176,10 @@ def outline_statements(function: FunctionType, owner: type, first: int, last: in
     if returns and after:
         raise NotOutlinable("it returns before forward ends")
     children = _used_attributes(chosen, source.self_name, owner)
-    local = source.parameters.union(*(_stored(s) for s in source.statements)) - {source.self_name}
+    local = source.argument_names.union(*(_stored(s) for s in source.statements)) - {source.self_name}
     set_here = {n for s in chosen for n in _stored(s)} & local
     given = ({n for s in chosen for n in _names(s, ast.Load)} | set_here) & local
-    given &= source.parameters | {n for s in before for n in _stored(s)}
+    given &= source.argument_names | {n for s in before for n in _stored(s)}
     changed = {n for s in chosen for n in _changed_in_place(s)} & local
     found = (set_here | changed) & {n for s in after for n in _names(s, ast.Load)}
     lines = chosen[0].lineno, max(s.end_lineno or s.lineno for s in chosen)
@@ -240,27 +240,32 @@ def call_in_place_of_range(rest: CodeType, handler: Callable[[Any, dict[str, Any
     return rest.replace(co_consts=tuple(handler if c == _HANDLER else c for c in rest.co_consts))
 
 
-def find_forward(function: str, model_file: str) -> FunctionType:
-    """Return the forward with a name. Raises ImportError, AttributeError or NotOutlinable."""
+def find_function(function: str, model_file: str) -> FunctionType:
+    """Return the function `MODULE:QUALIFIED NAME` without its decorators. Raises ImportError, or
+    AttributeError if it is not a function written in Python."""
     module, _, name = function.rpartition(":")
-    found: Any = operator.attrgetter(name)(importlib.import_module(module or model_file))
-    while (inner := getattr(found, "__wrapped__", None)) is not None:
-        found = inner
-    if not isinstance(found, FunctionType):
-        raise NotOutlinable("it is not written in Python")
+    found = unwrap_function(operator.attrgetter(name)(importlib.import_module(module or model_file)))
+    if found is None:
+        raise AttributeError(f"{name} is not a function written in Python")
     return found
+
+
+def unwrap_function(value: Any) -> FunctionType | None:
+    """Return the function behind decorators that keep it as `__wrapped__`; None for what is not written in
+    Python."""
+    found = inspect.unwrap(value) if callable(value) else None
+    return found if isinstance(found, FunctionType) else None
 
 
 def name_forward(module: nn.Module, is_model_file: Callable[[str], bool]) -> str | None:
     """Return the name under which a rank finds a module's forward; None if it cannot."""
-    found: Any = type(module).forward
-    while (inner := getattr(found, "__wrapped__", None)) is not None:
-        found = inner
-    file = str(getattr(found, "__module__", ""))
-    name = f"{'' if is_model_file(file) else file}:{getattr(found, '__qualname__', '')}"
+    found = unwrap_function(type(module).forward)
+    if found is None or found.__module__ == "__main__":
+        return None
+    name = f"{'' if is_model_file(found.__module__) else found.__module__}:{found.__qualname__}"
     try:
-        return name if find_forward(name, file) is found and file != "__main__" else None
-    except (ImportError, AttributeError, NotOutlinable):
+        return name if find_function(name, found.__module__) is found else None
+    except (ImportError, AttributeError):
         return None
 
 
@@ -338,13 +343,12 @@ def _take_out_arguments(statement: ast.stmt) -> list[ast.stmt]:
     ):
         return [statement]
     before, call = list[ast.stmt](), statement.value
+    values = [*call.args, *(k.value for k in call.keywords)]
+    if not all(map(_may_be_taken_out, filter(_calls_something, values))):
+        return [statement]
 
     def take_out(value: ast.expr) -> ast.expr:
-        calls = any(isinstance(n, ast.Call) for n in ast.walk(value))
-        moved = isinstance(value, ast.Starred | ast.Lambda) or any(
-            isinstance(n, ast.NamedExpr | ast.Yield | ast.YieldFrom | ast.Await) for n in ast.walk(value)
-        )
-        if not calls or moved:
+        if not _calls_something(value):
             return value
         name = f"_argument_{len(before)}_of_line_{statement.lineno}"
         before.append(ast.Assign([ast.Name(name, ast.Store())], value))
@@ -358,6 +362,17 @@ def _take_out_arguments(statement: ast.stmt) -> list[ast.stmt]:
     changed = copy.copy(statement)
     changed.value = new
     return [*before, changed]
+
+
+def _calls_something(value: ast.expr) -> bool:
+    return any(isinstance(n, ast.Call) for n in ast.walk(value))
+
+
+def _may_be_taken_out(value: ast.expr) -> bool:
+    bound = (ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await)
+    return not isinstance(value, ast.Starred | ast.Lambda) and not any(
+        isinstance(n, bound) for n in ast.walk(value)
+    )
 
 
 def _base_name(node: ast.AST) -> str | None:
@@ -399,14 +414,17 @@ def _used_attributes(statements: Collection[ast.stmt], self_name: str, owner: ty
             raise NotOutlinable("it sets attributes of self")
         for attribute in of_self:
             used.add(attribute.attr)
-            method = _unwrap_function(getattr(owner, attribute.attr, None))
+            found = inspect.getattr_static(owner, attribute.attr, None)
+            is_static = isinstance(found, staticmethod)
+            method = unwrap_function(getattr(owner, attribute.attr, None))
             if method is not None and attribute.attr not in seen:
                 seen.add(attribute.attr)
                 if method.__code__.co_freevars:
                     raise NotOutlinable("a method that it calls uses super()")
                 definition = _find_definition(method.__code__)
                 arguments = [*definition.args.posonlyargs, *definition.args.args]
-                queue += [(s, arguments[0].arg if arguments else "") for s in definition.body]
+                own_name = arguments[0].arg if arguments and not is_static else ""
+                queue += [(s, own_name) for s in definition.body]
     return frozenset(used)
 
 
@@ -420,12 +438,6 @@ def _changed_attributes(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute):
             found |= {_base_name(node)} if isinstance(node.ctx, ast.Store) else set()
     return {name for name in found if name is not None}
-
-
-def _unwrap_function(value: Any) -> FunctionType | None:
-    while (inner := getattr(value, "__wrapped__", None)) is not None:
-        value = inner
-    return value if isinstance(value, FunctionType) else None
 
 
 def _is_mangled(name: str) -> bool:

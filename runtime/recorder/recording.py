@@ -37,7 +37,8 @@ class BlockError(UserError):
     it if it were a block; None if only the whole model would. parts: modules inside the block that would show
     it if they were blocks in its place. functions: functions of the user's code that would hide it, outermost
     first (`secc.runtime.model.function_blocks`). is_wish: the block is better opened, but is raised for once
-    only: it can stay a block if its parts cannot be blocks.
+    only: it can stay a block if its parts cannot be blocks. reads_scalar: Python reads one number that a
+    block computes, which may be one of the whole batch.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class _Group:
         self._storages: list[ReferenceType[_Storage]] = []
         self._copies: list[tuple[PendingCopy, _Storage]] = []  # on their way
 
-    def add(self, storage: _Storage) -> None:
+    def add_storage(self, storage: _Storage) -> None:
         """Adds a storage, which leaves and arrives with this group from now on."""
         storage.group = self
         self._storages.append(ref(storage))
@@ -153,12 +153,12 @@ class SavedActivations:
             storage.values is not None or storage.last_version == _version_of(tensor)
         ):
             if storage.group is not self._group:
-                self._group.add(storage)
+                self._group.add_storage(storage)
             if storage.values is None:  # on its host it has the same values
                 storage.values = _flat_bytes(tensor)
             return storage
         storage = _Storage(_flat_bytes(tensor), self._group)
-        self._group.add(storage)
+        self._group.add_storage(storage)
         # The weak reference keeps the key from being that of another storage.
         self._known[key] = StorageWeakRef(tensor.untyped_storage()), ref(storage)
         return storage

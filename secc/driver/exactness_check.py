@@ -20,7 +20,7 @@ from torch import nn
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
 from secc.errors import InexactPlan, UserError
-from secc.frontend.capture.batch_decisions import BLOCK_RESULT, BatchDecisions
+from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
 from secc.frontend.dataset.padding_policy import WidthsReason
 from secc.frontend.tp_search.token_mixing import find_token_mixing
@@ -249,7 +249,7 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
                 " micro-batches"
             )
             remedy = "decide for each sample, with torch.where or a mask"
-            if cause == BLOCK_RESULT:
+            if cause is DecisionCause.BLOCK_RESULT:
                 remedy += "; and compute nothing over the samples, such as a maximum of all of them"
             raise UserError(message, where or str(compiled.user.path), remedy)
 

@@ -91,6 +91,6 @@ def test_pieces_stay_whole() -> None:
 
 def test_rows_that_become_one_stay_on_their_rank() -> None:
     rows = deal_pieces((4, 12, 16), 2)
-    merged = rows.merge(4)
+    merged = rows.merge_adjacent_rows(4)
     assert merged is not None and (merged.size, merged.runs) == (4, (((0, 1),), ((1, 4),)))
-    assert rows.merge(8) is None
+    assert rows.merge_adjacent_rows(8) is None

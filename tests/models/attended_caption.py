@@ -19,7 +19,9 @@ class Captioner(nn.Module):
         self.head = nn.Linear(32, 40)
         self.temperature = nn.Parameter(torch.ones(()))
 
-    def glance(self, patches: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def look_at_patches(
+        self, patches: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         states = state[:, None].expand(-1, patches.shape[1], -1)
         weights = (self.attend(torch.cat([patches, states], -1)) * self.temperature).softmax(1)
         return (weights * patches).sum(1), weights[..., 0]
@@ -29,7 +31,7 @@ class Captioner(nn.Module):
         state = torch.tanh(self.start(patches.mean(1)))
         scores, glances = [], []
         for position in range(caption.shape[1] - 1):
-            seen, weights = self.glance(patches, state)
+            seen, weights = self.look_at_patches(patches, state)
             state = self.cell(torch.cat([self.embed(caption[:, position]), seen], -1), state)
             scores.append(self.head(state))
             glances.append(weights)

@@ -17,7 +17,7 @@ class Potential(nn.Module):
         self.atoms = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 1))
         self.register_buffer("centres", torch.linspace(0, 4, 8))
 
-    def energy(self, kinds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def sum_energy(self, kinds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         exists = (kinds > 0).float()
         squares = (positions[:, :, None] - positions[:, None]).square().sum(-1)
         near = torch.exp(-(((squares + 1e-6).sqrt()[..., None] - self.centres) ** 2))
@@ -28,7 +28,7 @@ class Potential(nn.Module):
         self, kinds: torch.Tensor, positions: torch.Tensor, energy: torch.Tensor, force: torch.Tensor
     ) -> torch.Tensor:
         positions = positions.requires_grad_(True)
-        found = self.energy(kinds, positions)
+        found = self.sum_energy(kinds, positions)
         pull = -torch.autograd.grad(found.sum(), positions, create_graph=True)[0]
         exists = (kinds > 0).float()[..., None]
         errors = ((pull - force) ** 2 * exists).sum() / (3 * exists.sum())

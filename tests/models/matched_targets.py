@@ -21,7 +21,9 @@ class Detector(nn.Module):
         self.classes, self.boxes = nn.Linear(32, CLASSES + 1), nn.Linear(32, 4)
 
     @torch.no_grad()
-    def match(self, scores: torch.Tensor, boxes: torch.Tensor, targets: list[Any]) -> list[torch.Tensor]:
+    def match_queries(
+        self, scores: torch.Tensor, boxes: torch.Tensor, targets: list[Any]
+    ) -> list[torch.Tensor]:
         """For each image the queries of its boxes: the nearest that is free."""
         found = list[torch.Tensor]()
         for probabilities, own, target in zip(scores.softmax(-1), boxes, targets, strict=True):
@@ -36,7 +38,7 @@ class Detector(nn.Module):
         patches = self.encoder(image).transpose(1, 2)
         found = self.decoder(self.queries.expand(len(image), -1, -1), patches, patches)[0]
         scores, boxes = self.classes(found), self.boxes(found).sigmoid()
-        queries = self.match(scores, boxes, targets)
+        queries = self.match_queries(scores, boxes, targets)
         classes, distance = torch.full(scores.shape[:2], CLASSES), 0.0
         for i, (chosen, target) in enumerate(zip(queries, targets, strict=True)):
             classes[i, chosen] = target["labels"]

@@ -59,7 +59,7 @@ def explain_choices(
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
     # Parts of time are known for samples that all ranks of cp share.
     divided = {
-        s: DealtPrices(own, own.loads[s]).divide(c) if c.cp_per == "micro_batch" else c
+        s: DealtPrices(own, own.loads[s]).price_as_divided(c) if c.cp_per == "micro_batch" else c
         for s, c in chosen.items()
         for own in [work.for_kind(c.kind)]
     }
@@ -141,7 +141,7 @@ def _price_alternatives(
     ]
     if chosen[name].cp_per == "micro_batch":
         prices, degrees = DealtPrices(own, load), chosen[name].cp_degrees
-        others = [(what, prices.deal(c, degrees) if c.cp > 1 else c) for what, c in others]
+        others = [(what, prices.price_as_dealt(c, degrees) if c.cp > 1 else c) for what, c in others]
     alternatives = [
         (what, c)
         for what, other in others

@@ -70,7 +70,7 @@ def bound_every_plan(work: Workload, pins: Pins, ranks: int, batches: Sequence[B
         least = reduce(_SampleTimes.least_of_each, ways)
         chain[name] = _extend_chains(work, load, chain, least, len(measure.batch_of))
     longest = [0] * len(batches)
-    for paths in (*chain.values(),):
+    for paths in chain.values():
         for batch, ns in zip(measure.batch_of, map(max, *paths), strict=True):
             longest[batch] = max(longest[batch], ns)
     steps = [max(-(-total // ranks), chained) for total, chained in zip(totals, longest, strict=True)]

@@ -173,7 +173,7 @@ def _fitting_candidates(
             )
             return candidate_pruning.prune_dominated(of_this_shape, capacity, by_micro_batch)
 
-        def deal(item: tuple[str, ReplicaShape]) -> tuple[Candidate, ...]:
+        def price_shape_as_dealt(item: tuple[str, ReplicaShape]) -> tuple[Candidate, ...]:
             name, shape = item
             found = work.cached_candidates[asked, most, name, shape]
             if shape.cp == 1 or not _deals(pins, name, most_dealt):
@@ -181,7 +181,9 @@ def _fitting_candidates(
             most_work = None if pins.deals_micro_batches(name) else most_dealt
             degrees = pins.words.get(name, {}).get("cp_degrees", "any")
             return tuple(
-                prices[name].deal(c, degrees) for c in found if most_work is None or c.least_work <= most_work
+                prices[name].price_as_dealt(c, degrees)
+                for c in found
+                if most_work is None or c.least_work <= most_work
             )
 
         items = [(name, shape) for name in names for shape in shapes[name]]
@@ -191,7 +193,9 @@ def _fitting_candidates(
         )
         by_section = {name: list[Candidate]() for name in names}
         deals = any(_deals(pins, name, most_dealt) for name in names)
-        for (name, _), candidates in zip(items, (map_shapes if deals else map)(deal, items), strict=True):
+        for (name, _), candidates in zip(
+            items, (map_shapes if deals else map)(price_shape_as_dealt, items), strict=True
+        ):
             by_section[name] += candidates
         return by_section
 

@@ -1130,7 +1130,7 @@ def stage_in_flight_limit(work: Workload, load: SectionLoad, c: Candidate, stage
     """
     rank, device = candidate_memory(work, load, c), work.cluster.device
     least, most = least_in_flight(c.pp, c.chunks, stage), IN_FLIGHT_PER_STAGE * c.pp
-    on_rank = next((n for n in range(most, 0, -1) if rank.fits(n, device)), 0)
+    on_rank = next((n for n in range(most, 0, -1) if rank.fits_device(n, device)), 0)
     return max(least, divide_in_flight_room(c.shape, stage, c.chunks * on_rank))
 
 

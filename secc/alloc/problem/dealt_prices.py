@@ -46,13 +46,13 @@ class DealtPrices:
             if (columns := self.work.listed_sizes.get(p.when))
         ]
 
-    def divide(self, c: Candidate) -> Candidate:
+    def price_as_divided(self, c: Candidate) -> Candidate:
         """Returns the candidate as one that divides every sample, with the time that this takes."""
         rank = self.work.rank_load(self.load, c.shape)
         priced = price_candidate(self.work, rank, c.dp, c.micro_batch, c.sharding, c.recompute)
         return replace(c, cp_per="section", cp_degrees="any", time_ns=priced.time_ns)
 
-    def deal(self, c: Candidate, degrees: str = "any") -> Candidate:
+    def price_as_dealt(self, c: Candidate, degrees: str = "any") -> Candidate:
         """Returns a candidate that divides every sample as one that deals its micro-batches, to subgroups as
         `degrees` says, with the time that this takes."""
         dealing = replace(c, cp_per="micro_batch", cp_degrees=degrees)

@@ -72,8 +72,8 @@ def _way_of(c: Candidate) -> str:
 def _with_way(work: Workload, section: str, c: Candidate, way: str) -> Candidate:
     own = work.for_kind(c.kind)
     prices = DealtPrices(own, own.loads[section])
-    divided = prices.divide(c)
-    return divided if way == ONE_FOR_ALL else prices.deal(divided, way)
+    divided = prices.price_as_divided(c)
+    return divided if way == ONE_FOR_ALL else prices.price_as_dealt(divided, way)
 
 
 def _ways_left(c: Candidate, pinned: Mapping[str, str]) -> list[str]:

@@ -65,7 +65,7 @@ STEP_RESOLUTION = 1000  # steps that differ by less than 1/1000 count as equal
 RANK_COUNT_SHIFTS = (1, 2, 4, 8)  # steps up or down in the list of a group's possible rank counts
 LIGHTER_PLANS_AT_ONCE = 4  # plans with a lighter load that are estimated before the search moves
 MOST_LIGHTER_PLANS = 12  # that are estimated in all
-LOAD_RESOLUTION = 32  # a lighter load is less by a part of the step of which that has so many
+LOAD_RESOLUTION = 32  # loads are counted in units of 1/32 of the step; smaller differences do not count
 
 
 PlanKey = tuple[tuple[int, ...], tuple[str, ...]]
@@ -365,9 +365,9 @@ class _LocalSearch:
         return bool(plans)
 
     def _expected_load(self, a: Assignment, origin: Assignment) -> int:
-        """Load of the busiest ranks of a plan near an estimated one, in parts of the latter's step, of which
-        that has `LOAD_RESOLUTION`. How much a section's load is, the schedule has shown; the closed forms
-        say how it changes."""
+        """How long the busiest ranks of plan `a` compute, in units of 1/LOAD_RESOLUTION of the estimated step
+        of plan `origin`. The schedule of `origin` gives the load of each section, and the closed forms give
+        how it changes from there to `a`."""
         evaluation = self.estimates[_plan_key(origin)]
         loads = Counter[str]()
         for s, i in a.choice.items():

@@ -1,10 +1,11 @@
 """Counts the pieces in which ranks of context parallelism share the rows of a vision tower, and what
 attention exchanges then.
 
-Towers whose layers take rows [patches, width] with cumulative lengths attend to frames or windows one by one.
-Ranks get whole pieces, as those of the first layer end (`secc.runtime.context_parallel.row_mode`). A later
-layer that attends to as many pieces or more exchanges nothing. One that attends to fewer (whole frames after
-windows) exchanges keys and values of those that ranks share: at most one for each border between two ranks.
+Layers of such a tower take patches [patches, width] and the cumulative lengths of pieces, and compute
+attention inside each piece: a frame, a picture or a window. Each rank gets whole pieces of the first layer
+(`secc.runtime.context_parallel.row_mode`). A later layer with as many pieces or more exchanges nothing. A
+layer with fewer pieces (whole frames after windows) exchanges keys and values of those that two ranks share:
+at most one for each border between ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class RowPieces:
         """Count within the context, in which `layers` run. kept_bytes: returns the bytes kept so far for the
         backward."""
 
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def begin_layer(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._depth:
                 if self._is_first:
                     self.pieces, self._is_first = _count_pieces(args, kwargs), False
@@ -61,7 +62,7 @@ class RowPieces:
                 self._start = (self.exchanged, self.queries, self.calls)
             self._depth += 1
 
-        def leave(*_: Any) -> None:
+        def end_layer(*_: Any) -> None:
             self._depth -= 1
             calls = self.calls - self._start[2]
             if self._depth or not self.pieces or not calls:
@@ -74,8 +75,8 @@ class RowPieces:
 
         hooks: list[RemovableHandle] = []
         for layer in layers:
-            hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-            hooks.append(layer.register_forward_hook(leave, always_call=True))
+            hooks.append(layer.register_forward_pre_hook(begin_layer, with_kwargs=True))
+            hooks.append(layer.register_forward_hook(end_layer, always_call=True))
         try:
             yield
         finally:

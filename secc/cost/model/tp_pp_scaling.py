@@ -101,8 +101,9 @@ def price_tensor_sums(
         left = Fraction(round(1000 * (total - hidden_ns) / total), 1000) if hidden_ns else Fraction(1)
         return scale_expression(text, share * left)
 
-    # A second run ends with what the backward needs: before a layer's last sum, of which only the half that
-    # scatters is at its end if the next one gathers positions.
+    # When a layer runs again, it stops as soon as the backward has what it needs, which is before the layer's
+    # last sum. With `norms=sequence`, that sum is two halves: the layer ends with the half that scatters, and
+    # only this half is saved, since the next layer begins with the half that gathers.
     again = Fraction(1)
     if framework == OWN_RUNTIME:
         last = Fraction(cost.layers, 1 + cost.sequence_parallel) + (cost.logits_moved != "0")

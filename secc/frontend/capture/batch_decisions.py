@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 from torch import nn
@@ -26,10 +27,15 @@ from secc.runtime.sections.base import SectionModule
 MAX_BATCH_SAMPLES = 64
 MAX_RECORDED_SAMPLES = 16  # where all glue is recorded, which is slower than evaluating guards
 
-READ_VALUE = "the loss depends on a value that Python reads of the whole batch"
-BLOCK_RESULT = "the loss depends on what a block computes of the whole batch"
 SampleList = list[dict[str, Any]]
 ReadValue = Callable[[Mapping[str, Any]], object]
+
+
+class DecisionCause(StrEnum):
+    """What takes another way in a micro-batch than in the whole batch, as messages say it."""
+
+    READ_VALUE = "the loss depends on a value that Python reads of the whole batch"
+    BLOCK_RESULT = "the loss depends on what a block computes of the whole batch"
 
 
 class BatchDecisions:
@@ -49,7 +55,9 @@ class BatchDecisions:
         self._captured = captured
         self._optional = {i.key for i in plan.inputs if i.optional}
 
-    def find_differing_batches(self, pattern: InputPattern) -> Iterator[tuple[str, str, SampleList]]:
+    def find_differing_batches(
+        self, pattern: InputPattern
+    ) -> Iterator[tuple[DecisionCause, str, SampleList]]:
         """Yields, for each place where Python decides by the whole batch, what that is, its file:line and
         samples that decide differently alone."""
         samples = self._make_large_batches(pattern)
@@ -59,11 +67,11 @@ class BatchDecisions:
                     (few for pool in samples if (few := self._find_fewest_differing(pool, read))), None
                 )
             ) is not None:
-                yield READ_VALUE, where, differing
+                yield DecisionCause.READ_VALUE, where, differing
         if samples[0] and any(frozenset(c.when) == pattern and not c.spare for c in self._plan.recorded):
             yield from self._find_in_recordings(samples[0][:MAX_RECORDED_SAMPLES])
         if samples[0] and (place := self._find_value_reading_block(pattern)):
-            yield BLOCK_RESULT, place, samples[0]
+            yield DecisionCause.BLOCK_RESULT, place, samples[0]
 
     def _find_value_reading_block(self, pattern: InputPattern) -> str:
         """Returns the place of the first block that reads values of its arguments, since its decisions
@@ -114,7 +122,7 @@ class BatchDecisions:
                 return samples[:count]
         return None
 
-    def _find_in_recordings(self, samples: SampleList) -> Iterator[tuple[str, str, SampleList]]:
+    def _find_in_recordings(self, samples: SampleList) -> Iterator[tuple[DecisionCause, str, SampleList]]:
         """Yields the same for re-recorded glue: conditions, and numbers that are sums over the samples."""
         recorder = Recorder(
             self._meta, {*self._plan.fused, *(b for s in self._plan.sections for b in s.blocks)}
@@ -124,7 +132,7 @@ class BatchDecisions:
             parts = [reads[where] for reads in alone if where in reads]
             conditions = all(isinstance(v, bool) for v in (value, *parts))
             if any(p != value for p in parts) if conditions else len(parts) > 1 and value == sum(parts):
-                yield READ_VALUE, where, samples
+                yield DecisionCause.READ_VALUE, where, samples
 
     def _record_reads(self, recorder: Recorder, samples: SampleList) -> dict[str, Any]:
         """Returns the values that Python reads of a batch, for places where it reads one number."""

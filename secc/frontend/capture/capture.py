@@ -155,7 +155,7 @@ def capture_model(
         except UserError as error:
             if before is not None:
                 raise
-            if statements.block is None and functions.try_next(error):
+            if statements.chosen_path is None and functions.try_next(error):
                 continue
             if not statements.try_next(functions.unsolved or error):
                 if functions.unsolved is not None:

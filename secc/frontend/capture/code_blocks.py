@@ -17,7 +17,7 @@ from secc.runtime.model.outlined_forward import (
     ForwardSource,
     NotOutlinable,
     StatementRange,
-    find_forward,
+    find_function,
     function_at,
     name_forward,
     outline_statements,
@@ -79,7 +79,7 @@ class StatementChoice:
         self._first_error: UserError | None = None
 
     @property
-    def block(self) -> str | None:
+    def chosen_path(self) -> str | None:
         """Path of the block; None before a choice."""
         return self.notes[-1].path if self.notes else None
 
@@ -89,7 +89,7 @@ class StatementChoice:
         for node in (n for graph in graphs for n in graph.nodes if n.target is take_at_path):
             call = node.args[0]
             is_scalar = not node.meta.get("shape", (0,)) and node.meta.get("requires_grad")
-            if is_scalar and call.target == self.block and len(call.users) > 1:
+            if is_scalar and call.target == self.chosen_path and len(call.users) > 1:
                 raise BlockError(call.target, None, "it returns a trainable scalar", call.meta["where"])
 
     def try_next(self, error: UserError) -> bool:
@@ -142,7 +142,7 @@ def _ranges_around(
     name = name_forward(module, is_model_file_module)
     if name is None:
         return
-    forward = find_forward(name, model_file_module(model))
+    forward = find_function(name, model_file_module(model))
     source = ForwardSource(forward)
     number = None
     if forward.__code__.co_filename.rpartition("/")[2] == file:
@@ -159,7 +159,7 @@ def _ranges_around(
     for first in range(number + 1):
         for last in range(number, len(source.statements)):
             with suppress(NotOutlinable):
-                spans.add(source.widen(first, last))
+                spans.add(source.widen_range(first, last))
     for first, last in sorted(spans, key=lambda s: (source.lists_read_after(*s), s[1] - s[0], -s[0])):
         with suppress(NotOutlinable):
             returns = outline_statements(forward, type(module), first, last).returns

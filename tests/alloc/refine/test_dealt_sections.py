@@ -66,13 +66,13 @@ def test_dealt_samples_cost_at_most_what_divided_ones_do() -> None:
     work = build_long_workload(LONG)
     divided = build_problem(work, 8, "auto", parse_pins(["lm.cp=8"], ["lm"])).sections["lm"]
     prices = DealtPrices(work, work.loads["lm"])
-    dealt = [prices.deal(c) for c in divided]
-    assert all(prices.divide(d) == c for d, c in zip(dealt, divided, strict=True))
+    dealt = [prices.price_as_dealt(c) for c in divided]
+    assert all(prices.price_as_divided(d) == c for d, c in zip(dealt, divided, strict=True))
     assert all(d.time_ns <= c.time_ns for d, c in zip(dealt, divided, strict=True))
     assert min(d.time_ns for d in dealt) < min(c.time_ns for c in divided)
     equal = build_long_workload([131_072] * 16)
     for c in build_problem(equal, 8, "auto", parse_pins(["lm.cp=8"], ["lm"])).sections["lm"]:
-        assert DealtPrices(equal, equal.loads["lm"]).deal(c).time_ns == c.time_ns
+        assert DealtPrices(equal, equal.loads["lm"]).price_as_dealt(c).time_ns == c.time_ns
 
 
 def test_ranks_are_divided_by_what_dealt_samples_cost() -> None:

@@ -42,14 +42,14 @@ class Tower(nn.Module):
         return x
 
 
-def count(*per_piece: int) -> BlockCounts:
+def count_block(*per_piece: int) -> BlockCounts:
     tower, rows = Tower(*per_piece), FRAMES * FRAME
 
-    def arguments(make: ValuelessTensors) -> tuple[list[Any], dict[str, Any]]:
+    def make_arguments(make: ValuelessTensors) -> tuple[list[Any], dict[str, Any]]:
         ends = [torch.arange(0, rows + 1, size) for size in (FRAME, FRAME // 4)]
         return [make((rows, 4), (4, 1), torch.float32), *ends], {}
 
-    return run_on_meta(tower, arguments, True, recompute_units(tower), ValuelessTensors(fake=True))
+    return run_on_meta(tower, make_arguments, True, recompute_units(tower), ValuelessTensors(fake=True))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def count(*per_piece: int) -> BlockCounts:
 def test_layers_within_pieces_exchange_nothing(
     per_piece: tuple[int, ...], pieces: int, parts: int, exchanged: int
 ) -> None:
-    found = count(*per_piece)
+    found = count_block(*per_piece)
     assert (found.pieces, found.parts) == (pieces, parts)
     assert found.exchanged == exchanged * KEYS_AND_VALUES
     assert found.unshared == FRAMES * FRAME * 4 * 4  # what the embedding keeps

@@ -446,8 +446,8 @@ def test_memory_and_time_of_offloaded_activations() -> None:
     slow = 1000 * 100 * 10**6 // (cpu.host_bytes_per_s // 10**6)
     assert evaluate_expr(copies.add_to_expressions("10", "20", cpu)[1], sizes) == 20 + slow
     memory = rank_memory(cost, 5)._replace(host=7, host_activation=10**9)
-    assert memory.host_bytes(3) == 7 + 3 * 10**9 and memory.fits(3, gpu)
-    assert not memory.fits(gpu.usable_host_memory // 10**9 + 1, gpu)
+    assert memory.host_bytes(3) == 7 + 3 * 10**9 and memory.fits_device(3, gpu)
+    assert not memory.fits_device(gpu.usable_host_memory // 10**9 + 1, gpu)
 
 
 def test_memory_and_time_of_offloaded_weights() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from secc.runtime.model.function_blocks import StatementBlock, add_function_block
 from secc.runtime.model.outlined_forward import (
     ForwardSource,
     NotOutlinable,
@@ -52,10 +53,10 @@ class Unsplittable(nn.Module):
         if "y" not in batch:
             return torch.zeros(())
         self.seen = batch
-        return call(self)
+        return count_children(self)
 
 
-def call(module: nn.Module) -> torch.Tensor:
+def count_children(module: nn.Module) -> torch.Tensor:
     return torch.ones(()) * len(list(module.children()))
 
 
@@ -102,7 +103,7 @@ def test_every_split_computes_the_same(weight: float) -> None:
 def test_a_list_that_a_loop_fills_begins_inside_the_range() -> None:
     source = ForwardSource(FORWARD)
     loop = source.statement_that_calls("cell")
-    assert loop == 5 and source.widen(loop, loop) == (1, 5)
+    assert loop == 5 and source.widen_range(loop, loop) == (1, 5)
     assert source.lists_read_after(1, 5) == 1 and source.lists_read_after(1, 6) == 0
     _, _, (crossed,) = run_split(1, 6, 0.5)
     assert "scores" not in crossed and {"state", "ids", "stacked", "norms"} <= crossed
@@ -127,6 +128,38 @@ def test_what_cannot_be_split_says_why(number: int, why: str) -> None:
     assert isinstance(forward, FunctionType)
     with pytest.raises(NotOutlinable, match=why):
         outline_statements(forward, Unsplittable, number, number)
+
+
+class Helped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bias, self.power = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), 2
+
+    @staticmethod
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @property
+    def exponent(self) -> int:
+        return self.power
+
+    def shift(self, x: torch.Tensor) -> torch.Tensor:
+        return self.double(x) + self.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.shift(self.first(x)) ** self.exponent
+        return (y * self.double(x)).sum()
+
+
+def test_self_in_a_block_has_the_methods_of_its_owner() -> None:
+    model, x = Helped(), torch.randn(3, 4)
+    expected = model(x)
+    path = add_function_block(model, ":Helped.forward#0-1@", __name__)
+    block = model.get_submodule(path)
+    assert isinstance(block, StatementBlock) and torch.equal(block({"x": x}), expected)
+    assert {n for n, _ in block.named_parameters()} == {"first.weight", "first.bias", "bias"}
+    assert path.startswith("lines_") and not any(n.startswith(path) for n in model.state_dict())
+    assert not model.load_state_dict(Helped().state_dict()).missing_keys
 
 
 def test_a_range_has_a_name() -> None:
