@@ -141,7 +141,7 @@ class PredictedCosts:
 
     def shared_sample_times(self, section: Section) -> list[int]:
         """Returns forward plus backward ns of every sample as its share of a full micro-batch of equal
-        samples, dealt or divided, whichever is less.
+        samples, or of a full part where samples are dealt, whichever is less.
         """
         count = section.micro_batch
         rows = {s.name for s in self._symbols if s.kind == "rows"}
@@ -152,10 +152,11 @@ class PredictedCosts:
         forward, backward = self.times_of_columns(section, columns, self.sample_count)
         shares = [(f + b) // count for f, b in zip(forward, backward, strict=True)]
         for subgroup in section.subgroups if section.may_deal else ():
-            forward, backward = self.sample_times(replace(section, cost=subgroup.cost))
+            own = replace(section, cost=subgroup.cost)
+            forward, backward = self.times_of_columns(own, columns, self.sample_count)
             fits = self.fitting_samples(section, subgroup)
             shares = [
-                min(share, subgroup.ranks * (f + b) // section.mesh.cp) if fit else share
+                min(share, subgroup.ranks * (f + b) // (section.mesh.cp * count)) if fit else share
                 for share, f, b, fit in zip(shares, forward, backward, fits, strict=True)
             ]
         return shares

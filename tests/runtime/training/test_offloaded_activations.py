@@ -136,10 +136,12 @@ def test_two_layers_are_on_the_device_and_all_are_freed(monkeypatch: pytest.Monk
 
 def test_each_storage_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[tuple[int, int]] = []
+    kept: list[torch.UntypedStorage] = []  # so that no address is given to another storage
     start: Callable[..., PendingCopy] = CopyEngine.start
 
     def count(self: CopyEngine, target: torch.Tensor, source: torch.Tensor) -> PendingCopy:
-        copied.append((source.untyped_storage().data_ptr(), source.nbytes))
+        kept.append(source.untyped_storage())
+        copied.append((kept[-1].data_ptr(), source.nbytes))
         return start(self, target, source)
 
     monkeypatch.setattr(CopyEngine, "start", count)
