@@ -56,8 +56,8 @@ class InsertTransfers(ModulePass):
 
 
 def _lay_out_outputs(graph: GraphOp) -> None:
-    """Note how samples are told apart in each tensor that `metrics()` asks for. Raises UserError for a tensor
-    in which they cannot be."""
+    """Note where each sample's entries are in each tensor that `metrics()` asks for. Raises UserError for a
+    tensor in which they cannot be."""
     known: dict[str, OutputOp] = {}
     for case in graph.cases:
         outputs = {op.sym.data: op for op in case.ops if isinstance(op, OutputOp)}

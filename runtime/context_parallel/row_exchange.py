@@ -86,7 +86,7 @@ def _widen(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _GatherRows(torch.autograd.Function):
-    """Gathers tensors of one dtype, dealt alike, in one exchange."""
+    """Gathers tensors of one dtype and one deal of rows in one exchange."""
 
     @staticmethod
     def forward(ctx: Any, group: ReplicaGroup, marks: tuple[RowMark, ...], *tensors: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -224,8 +224,8 @@ def heads_to_rows(heads: torch.Tensor, rows: Rows, group: ReplicaGroup) -> torch
 
 
 def gather_rows(tensors: Sequence[torch.Tensor], group: ReplicaGroup) -> list[torch.Tensor]:
-    """Returns the whole of tensors that hold rows, in one exchange if they have one dtype and are dealt
-    alike."""
+    """Returns the whole of tensors that hold rows, in one exchange if they have one dtype and one deal
+    of rows."""
     marks = [m for m in map(mark_of, tensors) if m is not None]
     assert len(marks) == len(tensors)
     if len({(t.dtype, m.rows) for t, m in zip(tensors, marks, strict=True)}) > 1:

@@ -169,7 +169,7 @@ def _fits(mode: RowMode, tensor: torch.Tensor, common: RowMark) -> bool:
 
 
 def _match(mode: RowMode, value: Any, common: RowMark) -> Any:
-    """Returns an operand's rows that match `common`, whose dim counts from the end."""
+    """Returns an operand's rows that match `common`; the dim of `common` counts from the end."""
     if not isinstance(value, torch.Tensor):
         return value
     mark = mark_of(value)

@@ -447,7 +447,7 @@ class DataPlane:
             sys.stderr.write(f"step {self._step + 1}: {printable_text(note)}\n")
 
     def position_after(self, steps: int) -> Mapping[str, Any] | None:
-        """Return what a checkpoint after so many steps records of the data; None for a map-style dataset:
+        """Return what a checkpoint after `steps` steps records of the data; None for a map-style dataset:
         there the number of the step decides the samples."""
         return self._positions.get(steps)
 

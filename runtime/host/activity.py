@@ -24,9 +24,9 @@ class Waiting(enum.Enum):
 
 
 class Activity:
-    """The activity of this process. `what`: an object whose text describes it. `since`: its start (monotonic
-    seconds). `may_take_long`: for loading, compiling and saving, which take many times a step. `step`: the
-    step that is trained, 0 before the first."""
+    """The activity of this process. `what`: an object; its str() describes the activity. `since`: its start
+    (monotonic seconds). `may_take_long`: for loading, compiling and saving, which take many times a step.
+    `step`: the step that is trained, 0 before the first."""
 
     def __init__(self) -> None:
         self.step = 0

@@ -64,7 +64,7 @@ def forget_changed_modules() -> None:
             if vars(sys.modules.get(package, module)).get(attribute) is module:
                 delattr(sys.modules[package], attribute)  # where `from package import` would find it
     for name in changed:
-        # Compiled code is told from old one by seconds and size, which an edit may leave as they were.
+        # Compiled code is compared with its source by seconds and size, which an edit may leave as they were.
         cached = getattr(known[name][0], "__cached__", None)
         if cached:
             with suppress(OSError):

@@ -601,7 +601,7 @@ class _FirstSamples:
         self._end: int | None = None  # the number of samples of the first epoch, once it is known
 
     def count_up_to(self, count: int) -> int:
-        """Return the number of samples, at most `count`; reads so many."""
+        """Return the number of samples, at most `count`; reads that many."""
         while self._end is None and self._reader.next_number < count:
             sample = self._reader.read(self._reader.next_number)
             if sample.epoch or isinstance(sample.error, StreamFailure):

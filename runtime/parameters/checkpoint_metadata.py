@@ -166,7 +166,7 @@ def _read_index(value: Any) -> MetadataIndex:
 def _read_place(
     checkpoint: Path, fields: Mapping[str, Any], name: str, files: dict[str, int]
 ) -> _StorageInfo:
-    """Returns where an entry is stored. `files` holds the sizes of files that were looked at."""
+    """Returns where an entry is stored. `files` holds the sizes of files that were read from disk."""
     file, offset, length = _text(fields.get("relative_path")), fields.get("offset"), fields.get("length")
     if Path(file).name != file or "\0" in file:
         raise ValueError(f"{name!a} is in {file!a}, outside of the checkpoint")

@@ -252,12 +252,12 @@ class PredictedCosts:
         return found
 
     def _deal_in_turns(self, section: Section, ranks: int, samples: Sequence[int]) -> SampleParts:
-        """Deals samples to subgroups of so many ranks, by the times of a pipeline's first stage."""
+        """Deals samples to subgroups of `ranks` ranks, by the times of a pipeline's first stage."""
         first = self._stages[section.name][0] if section.pipeline else section
         return self._prices_of(first, ranks).deal_in_turns(samples, section.mesh.cp // ranks)
 
     def _prices_of(self, section: Section, ranks: int) -> _SubgroupPrices:
-        """Returns the prices of subgroups of so many ranks."""
+        """Returns the prices of subgroups of `ranks` ranks."""
         key = section.name, ranks
         if key not in self._subgroup_prices:
             subgroup = next(s for s in section.subgroups if s.ranks == ranks)

@@ -300,7 +300,7 @@ class Edge:
 @dataclass(frozen=True)
 class SectionOutput:
     """A tensor of forward, or of the batch, that `metrics()` asks for: `section` has it. The other fields are
-    those of an edge; each sample's rows are told apart in the same way."""
+    those of an edge; each sample's rows are found in the same way."""
 
     name: str
     section: str

@@ -1,8 +1,8 @@
 """Keeps the checkpoint with the best value of an evaluation metric in `DIR/best`, and tells when to stop
 training early.
 
-Every rank sees the same metrics and decides alike. `DIR/best/best.json` says which metric, value and step it
-is, so that a resumed run goes on comparing with it.
+Every rank sees the same metrics and so decides the same. `DIR/best/best.json` says which metric, value and
+step it is, so that a resumed run goes on comparing with it.
 """
 
 from __future__ import annotations

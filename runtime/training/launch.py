@@ -119,7 +119,7 @@ def has_bad_input(restarts: int) -> bool:
 
 
 def _leave_warnings_to_rank_0() -> None:
-    """Silences what libraries say in every process alike, unless the environment asks for it."""
+    """Silences what libraries print in every process, unless the environment asks for it."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     if not sys.warnoptions:

@@ -160,7 +160,7 @@ def _global_reads(table: symtable.SymbolTable) -> set[str]:
 
 def _needed_statements(statements: list[_Statement], names: list[str]) -> list[_Statement]:
     """Returns the statements that bind `names` and what these read, in their order: of several that bind a
-    name, the last. Raises UserError for a name whose value is not made by a definition."""
+    name, the last. Raises UserError for a name that no definition binds."""
     last = {name: i for i, s in enumerate(statements) for name in s.binds}
     needed, pending = set[int](), list(names)
     while pending:

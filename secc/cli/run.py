@@ -50,7 +50,7 @@ def rank_options(
 
 
 def add_options(command: Callable[..., None], options: Sequence[Parameter]) -> Callable[..., None]:
-    """Return the command with further options, whose values are kept as texts for run.py."""
+    """Return the command with further options; their values are kept as texts for run.py."""
 
     def extended(**values: Any) -> None:
         passed: list[str] = values["context"].meta.setdefault(_PASSED_KEY, [])

@@ -16,7 +16,7 @@ class Framework:
 
     layer_passes: how often operations other than products read or write the bytes of a layer's input in a
         forward; 0: as counted.
-    lost_rows: a product takes as long as with so many rows more.
+    lost_rows: a product takes as long as one with this many further rows.
     recompute_percent, tp_recompute_percent: time of a layer's second forward over that of its first, without
         and with tensor parallelism.
     tp_percent: time of collectives over tp, of what the links' rates say.

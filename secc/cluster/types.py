@@ -83,7 +83,7 @@ class Device:
         (`secc.cost.model.gemm_efficiency`).
     memory, reserved: bytes, and those of them that tensors cannot use.
     op_ns: nanoseconds of issuing an operation.
-    expert_lost_rows: a product of several experts takes as long as with so many rows more for each expert.
+    expert_lost_rows: a product of several experts takes as long as one with this many more rows an expert.
     host_memory: bytes of its node's host memory for each device, 0 if unknown. host_bytes_per_s: bytes per
         second that copies between host and device reach in each direction at once.
     label: origin of the rates, "roofline" (vendor peaks) or "default" (assumed).

@@ -127,7 +127,7 @@ class Planner:
                     raise
 
     def _drop_fallbacks(self, error: UserError) -> bool:
-        """Goes on without fallback cases, whose boundaries may be what no pass can carry out. Returns False
+        """Goes on without fallback cases: their boundaries may be what no pass can carry out. Returns False
         if there are none."""
         if not self._captured_fallbacks or not self._taken_back.take_back_fallback_cases(error):
             return False

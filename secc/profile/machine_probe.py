@@ -44,7 +44,7 @@ class MachineProbe:
 
     memory: bytes per device. rates: GFLOP/s of large products by dtype.
     narrow_percent: percent of the f32 rate by smallest dimension. latency_ns, bytes_per_s: of a message.
-    expert_lost_rows: a product of several experts takes as long as with so many rows more for each.
+    expert_lost_rows: a product of several experts takes as long as one with this many further rows for each.
     """
 
     hardware: str

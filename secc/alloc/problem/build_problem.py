@@ -49,7 +49,7 @@ def build_problem(
     """Builds the solver's problem for `ranks` devices.
 
     With `free=False` only pinned sections have replicas of several ranks. Given `most_dealt`, sections with
-    cp deal their micro-batches if that is not pinned, in candidates with at most so many ns of work of all
+    cp deal their micro-batches if that is not pinned, in candidates with at most that many ns of work of all
     ranks if they did not. Raises UserError for pins that leave a section without a candidate.
     """
     if work.by_kind and strategy in {"auto", "apart"} and ranks == work.cluster.ranks:

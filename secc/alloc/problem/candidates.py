@@ -906,9 +906,9 @@ def _update_ns(work: Workload, load: SectionLoad, dp: int, sharding: str, busy: 
 
 
 def exposed_sums_ns(sums_ns: int, parameter_bytes: int, last_backward_ns: int) -> int:
-    """How long sums of the gradients of so many bytes of parameters take beyond the last backward. A bucket
-    is summed when that backward has all of its gradients, so the first one waits for a part of it, and the
-    last one for all of it."""
+    """How long sums of the gradients of `parameter_bytes` of parameters take beyond the last backward. A
+    bucket is summed when that backward has all of its gradients, so the first one waits for a part of it, and
+    the last one for all of it."""
     parameter_bytes = max(1, parameter_bytes)
     bucket = min(BUCKET_BYTES, parameter_bytes)
     hidden = (parameter_bytes - bucket) * last_backward_ns // parameter_bytes

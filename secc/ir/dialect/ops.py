@@ -506,7 +506,7 @@ class TermOp(LineOp):
 class OutputOp(LineOp):
     """A tensor of forward that the user's `metrics()` asks for, by name. It is read in evaluations only.
 
-    `insert-transfers` adds how samples are told apart in it, as for an edge.
+    `insert-transfers` adds where each sample's entries are in it, as for an edge.
     """
 
     name = "sec.output"
