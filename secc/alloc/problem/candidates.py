@@ -15,6 +15,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import chain
 from math import ceil, gcd, lcm
+from typing import NamedTuple
 
 import torch
 from xdsl.dialects.builtin import StringAttr
@@ -74,6 +75,17 @@ KEPT_GRADIENTS_SHARE = Fraction(11, 20)
 ExpectedMicroBatches = tuple[int, int, list[tuple[InputPattern, int, int]]]
 # (ns of all micro-batches, their number, ns of the longest forward, ns of the longest backward)
 BusiestReplica = tuple[int, int, int, int]
+# (section, shape, attention, shares of layers and time on a rank that is not one with most)
+RankLoadKey = tuple[str, ReplicaShape, str, tuple[Fraction, Fraction] | None]
+
+
+class UpdateTimes(NamedTuple):
+    """What follows the backwards of a section on a rank, in ns: sums of gradients, gathers of the updated
+    parameters, and the optimizer step."""
+
+    sums: int
+    gathers: int
+    optimizer: int
 
 
 @dataclass(frozen=True)
@@ -117,6 +129,9 @@ class SectionLoad:
         init=False, repr=False, compare=False, default_factory=dict[str, list[tuple[int, int]]]
     )
     forward_with_copies: Mapping[str, str] = field(default_factory=dict[str, str])
+    cached_updates: dict[tuple[int, str], UpdateTimes] = field(
+        init=False, repr=False, compare=False, default_factory=dict[tuple[int, str], UpdateTimes]
+    )
     cached_gathers: dict[int, ParameterTransfers | None] = field(
         init=False, repr=False, compare=False, default_factory=dict[int, "ParameterTransfers | None"]
     )
@@ -131,9 +146,11 @@ class SectionLoad:
         """Share of samples for which the section is active."""
         return sum((p.share for p in self.active_patterns), Fraction(0))
 
-    def stage_shares(self, shape: ReplicaShape) -> StageShares:
-        """What the stages of a replica of this shape have; `self` is the load of the whole section."""
-        return stage_shares(self.cost.layers, shape.pp, self.end_shares, shape.chunks, shape.placement)
+    def stage_shares(self, shape: ReplicaShape, stage: int | None = None) -> StageShares:
+        """What the stages of a replica of this shape have, as the rank of `stage` sees it, or by default the
+        ranks with most; `self` is the load of the whole section."""
+        shares = stage_shares(self.cost.layers, shape.pp, self.end_shares, shape.chunks, shape.placement)
+        return shares if stage is None else shares.of_rank(stages_on_rank(shape, stage))
 
     def pass_ns(self, recompute: str) -> tuple[str, str]:
         """Expressions of a forward and a backward in ns, without what replicas exchange in them."""
@@ -183,11 +200,8 @@ class Workload:
     cached_layers: dict[str, int] = field(
         init=False, repr=False, compare=False, default_factory=dict[str, int]
     )
-    cached_rank_loads: dict[tuple[str, ReplicaShape, str], SectionLoad] = field(
-        init=False,
-        repr=False,
-        compare=False,
-        default_factory=dict[tuple[str, ReplicaShape, str], SectionLoad],
+    cached_rank_loads: dict[RankLoadKey, SectionLoad] = field(
+        init=False, repr=False, compare=False, default_factory=dict[RankLoadKey, SectionLoad]
     )
     cached_sequences: dict[str, bool] = field(
         init=False, repr=False, compare=False, default_factory=dict[str, bool]
@@ -254,15 +268,21 @@ class Workload:
         kinds = tuple(replace(work, offloads=offloads) for work in self.by_kind)
         return replace(self, offloads=offloads, by_kind=kinds)
 
-    def rank_load(self, load: SectionLoad, shape: ReplicaShape, attention: str = "") -> SectionLoad:
-        """Load of a section on one rank of its replicas of this shape (memoised). attention: how its ranks of
-        cp attend to each other's rows; by default as is pinned, or faster."""
-        key = load.name, shape, attention
+    def rank_load(
+        self, load: SectionLoad, shape: ReplicaShape, attention: str = "", stage: int | None = None
+    ) -> SectionLoad:
+        """Load of a section on one rank of its replicas of this shape (memoised): the rank of a `stage`, or
+        by default the one with most to do. attention: how its ranks of cp attend to each other's rows; by
+        default as is pinned, or faster."""
+        shares = None if stage is None or shape.stages == 1 else load.stage_shares(shape, stage)
+        key = load.name, shape, attention, shares and (shares.layers, shares.longest)
         if key not in self.cached_rank_loads:
             self.cached_rank_loads[key] = (
-                compute_rank_load(load, shape, self.cluster, attention)
+                compute_rank_load(load, shape, self.cluster, attention, shares)
                 if shape.offload != "optimizer"
-                else replace(self.rank_load(load, shape._replace(offload="none"), attention), shape=shape)
+                else replace(
+                    self.rank_load(load, shape._replace(offload="none"), attention, stage), shape=shape
+                )
             )
         return self.cached_rank_loads[key]
 
@@ -373,13 +393,17 @@ def _shares_outside_layers(graph: GraphOp, load: SectionLoad, cluster: Cluster) 
 
 
 def compute_rank_load(
-    whole: SectionLoad, shape: ReplicaShape, cluster: Cluster, attention: str = ""
+    whole: SectionLoad,
+    shape: ReplicaShape,
+    cluster: Cluster,
+    attention: str = "",
+    stages: StageShares | None = None,
 ) -> SectionLoad:
     """Load of a section on one rank of its replicas of this shape, given the whole section's load. attention:
-    see `Workload.rank_load`."""
+    see `Workload.rank_load`. stages: with the shares of this rank, by default of those with most."""
     device, mode = cluster.device, whole.mode
     tp, _, cp, ep, backward_parts, offload, chunks, _, norms, overlap = shape
-    stages = whole.stage_shares(shape)
+    stages = stages or whole.stage_shares(shape)
     undivided = replace(whole.cost, sequence_parallel=norms == "sequence")
     whole_rows = cost_with_expert_parts(undivided, tp, ep, stages)
     attention = cp_scaling.choose_row_attention(
@@ -807,8 +831,7 @@ def divide_in_flight_room(shape: ReplicaShape, stage: int, room: int, largest: i
     gets a part in proportion to the least number that it must be able to hold, but no less than the largest
     sample takes if there is room for it on each of them.
     """
-    place = rank_position(stage, shape.pp, shape.placement)
-    on_rank = [s for s in range(shape.stages) if rank_position(s, shape.pp, shape.placement) == place]
+    on_rank = stages_on_rank(shape, stage)
     weights = {s: least_in_flight(shape.pp, shape.chunks, s) for s in on_rank}
     least = largest if largest * len(on_rank) <= room else 0
     part, weights_left = room, sum(weights.values())
@@ -818,6 +841,12 @@ def divide_in_flight_room(shape: ReplicaShape, stage: int, room: int, largest: i
         if s == stage:
             break
     return part
+
+
+def stages_on_rank(shape: ReplicaShape, stage: int) -> list[int]:
+    """The stages on the ranks that have `stage`, first to last."""
+    place = rank_position(stage, shape.pp, shape.placement)
+    return [s for s in range(shape.stages) if rank_position(s, shape.pp, shape.placement) == place]
 
 
 def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica) -> int:
@@ -896,13 +925,11 @@ def gradient_and_optimizer_ns(
 
 
 def _update_ns(work: Workload, load: SectionLoad, dp: int, sharding: str, busy: BusiestReplica) -> int:
-    key = "update", dp, sharding
-    if key not in load.cached_numbers:
-        load.cached_numbers[key] = _price_update(work, load, dp, sharding)
-    sums, rest = load.cached_numbers[key]
+    update = update_times(work, load, dp, sharding)
     _, _, _, backward = busy
     last = deferred_backward_ns(load, backward) if load.shape.backward_parts > 1 else backward
-    return exposed_sums_ns(sums, load.cost.trainable_bytes, last) + rest
+    exposed = exposed_sums_ns(update.sums, load.cost.trainable_bytes, last)
+    return exposed + update.gathers + update.optimizer
 
 
 def exposed_sums_ns(sums_ns: int, parameter_bytes: int, last_backward_ns: int) -> int:
@@ -915,11 +942,17 @@ def exposed_sums_ns(sums_ns: int, parameter_bytes: int, last_backward_ns: int) -
     return max(sums_ns - hidden, bucket * sums_ns // parameter_bytes)
 
 
-def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> tuple[int, int]:
-    """(ns of the sums of gradients, ns of what follows them: gathers and the optimizer step)."""
+def update_times(work: Workload, load: SectionLoad, dp: int, sharding: str) -> UpdateTimes:
+    """What follows the backwards of a section on one of its ranks (memoised)."""
+    if (dp, sharding) not in load.cached_updates:
+        load.cached_updates[dp, sharding] = _price_update(work, load, dp, sharding)
+    return load.cached_updates[dp, sharding]
+
+
+def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> UpdateTimes:
     cost, cluster = load.cost, work.cluster
     if load.mode != "train":
-        return 0, 0
+        return UpdateTimes(0, 0, 0)
     copies = dp * load.shape.cp
 
     def step_ns(shards: int = 1) -> int:
@@ -931,7 +964,7 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
 
     if sharding == "zero3" and copies > 1:
         # Every backward has summed its gradients.
-        return 0, step_ns(copies)
+        return UpdateTimes(0, 0, step_ns(copies))
     # Experts are summed over the replicas that hold the same ones, all else over all replicas.
     # `place` puts replicas of a stage, not stages of a replica, next to each other where sums take long.
     replicas, stride = cost.expert_replicas, load.shape.tp
@@ -940,7 +973,7 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
         sums = roofline.gradient_all_reduce_ns(
             cost.gradient_sum_bytes - experts, copies, cluster, stride
         ) + roofline.gradient_all_reduce_ns(experts, copies // replicas, cluster, stride * replicas)
-        return sums, step_ns()
+        return UpdateTimes(sums, 0, step_ns())
     weights = cost.expert_trainable_bytes if replicas > 1 else 0
     sums = roofline.gradient_reduce_scatter_ns(
         cost.gradient_sum_bytes - experts, copies, cluster, stride
@@ -950,7 +983,7 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
     ) + roofline.parameter_all_gather_ns(weights, copies // replicas, cluster, stride * replicas)
     if cluster.device.framework.hides_gathers:
         gathers = 0
-    return sums, gathers + step_ns(copies // replicas if replicas > 1 else copies)
+    return UpdateTimes(sums, gathers, step_ns(copies // replicas if replicas > 1 else copies))
 
 
 def micro_batch_time_expressions(
@@ -1062,15 +1095,18 @@ def _micro_batch_times(
     return load.cached_numbers[key]
 
 
-def subgroup_costs(work: Workload, load: SectionLoad, c: Candidate) -> tuple[SubgroupCost, ...]:
+def subgroup_costs(
+    work: Workload, load: SectionLoad, c: Candidate, stage: int | None = None
+) -> tuple[SubgroupCost, ...]:
     """The costs of samples that some ranks of cp compute without the others, for each size of
-    subgroups that candidate `c` may have. `load` is the section's. What a rank keeps includes what it needs
-    temporarily, and the tensors of edges of all samples that its replica computes meanwhile."""
-    all_ranks = work.rank_load(load, c.shape)
+    subgroups that candidate `c` may have. `load` is the section's. What a rank (of `stage`, or by default one
+    with most to do) keeps includes what it needs temporarily, and the tensors of edges of all samples that
+    its replica computes meanwhile."""
+    all_ranks = work.rank_load(load, c.shape, stage=stage)
     span = _replica_span(work, all_ranks, c.dp)
     found: list[SubgroupCost] = []
     for ranks in c.subgroup_sizes:
-        own = work.rank_load(load, c.shape._replace(cp=ranks), all_ranks.row_attention)
+        own = work.rank_load(load, c.shape._replace(cp=ranks), all_ranks.row_attention, stage)
         times = micro_batch_time_expressions(work, own, c.dp, c.sharding, c.recompute, span)
         edges = [f"{1 + c.cp // ranks}*({text})" for text in _edge_size_expressions(work, load)]
         working = max_expr([text for text in _working_expressions(own, c.recompute) if text != "0"] or ["0"])

@@ -38,7 +38,7 @@ def in_flight_limit(
     `value`."""
     group, c = assignment.group, asked.sections[section][assignment.choice[section]]
     work_on_kind = work.for_kind(c.kind)
-    load = work_on_kind.rank_load(work_on_kind.loads[section], c.shape)
+    load = work_on_kind.rank_load(work_on_kind.loads[section], c.shape, stage=stage)
     if load.mode == "forward":
         return InFlightLimit()
     same_group = [(s, i) for s, i in assignment.choice.items() if group[s] == group[section]]
@@ -86,7 +86,7 @@ def subgroup_limit(
     if limit.size_bytes:
         return bytes_of_one(limit, c.shape, stage)
     own = work.for_kind(c.kind)
-    rank = candidate_memory(own, own.rank_load(own.loads[section], c.shape), c)
+    rank = candidate_memory(own, own.rank_load(own.loads[section], c.shape, stage=stage), c)
     needed = rank.activation_bytes(1) + rank.working
     together = [s for s in group if group[s] == group[section]]
     if any(own.loads[s].mode != "forward" for s in together):

@@ -16,7 +16,7 @@ All-reduces are priced as those of gradients (`secc.cost.model.collectives`): a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
@@ -179,11 +179,18 @@ class StageShares:
     layers: the fraction of its layers on the rank with most of them, which needs most memory.
     times: the fractions of its time that the stages take, first to last.
     longest: the fraction of its time that the longest rank takes, with all its stages.
+    held: the fractions of its layers that the stages have, first to last.
     """
 
     layers: Fraction
     times: tuple[Fraction, ...]
     longest: Fraction
+    held: tuple[Fraction, ...]
+
+    def of_rank(self, own: Sequence[int]) -> StageShares:
+        """The parts where `layers` and `longest` are those of the rank with the stages `own`."""
+        layers, longest = (sum((parts[i] for i in own), Fraction(0)) for parts in (self.held, self.times))
+        return replace(self, layers=layers, longest=longest)
 
     def sum_over(self, longest_ns: int) -> int:
         """Ns over all stages of what takes the longest rank `longest_ns`."""
@@ -196,7 +203,7 @@ class StageShares:
         return text if own == self.longest else scale_expression(text, own / self.longest)
 
 
-WHOLE_SECTION = StageShares(Fraction(1), (Fraction(1),), Fraction(1))
+WHOLE_SECTION = StageShares(Fraction(1), (Fraction(1),), Fraction(1), (Fraction(1),))
 
 
 @cache
@@ -233,7 +240,9 @@ def stage_shares(
         on_rank.setdefault(rank_position(stage, pp, placement), []).append(stage)
     most = max(sum(held[i] for i in own) for own in on_rank.values())
     longest = max(sum((times[i] for i in own), Fraction(0)) for own in on_rank.values())
-    return StageShares(Fraction(most, layers), tuple(times), longest)
+    # A stage without a layer, in front of a long head, still has weights and activations of its own.
+    parts = tuple(Fraction(max(1, n), layers) for n in held)
+    return StageShares(Fraction(most, layers), tuple(times), longest, parts)
 
 
 def cost_on_rank(cost: SectionCost, tp: int, stages: StageShares = WHOLE_SECTION) -> SectionCost:

@@ -127,7 +127,8 @@ def test_sums_of_gradients_hide_behind_the_last_backward_but_for_a_bucket() -> N
 
 
 def test_heads_make_the_last_stage_longer_and_give_its_layers_to_others() -> None:
-    assert stage_shares(48, 16) == StageShares(Fraction(1, 16), (Fraction(1, 16),) * 16, Fraction(1, 16))
+    part, parts = Fraction(1, 16), (Fraction(1, 16),) * 16
+    assert stage_shares(48, 16) == StageShares(part, parts, part, parts)
     heavy = stage_shares(48, 16, (Fraction(0), Fraction(1, 4)))
     assert (heavy.layers, heavy.times[-1], heavy.longest) == (Fraction(4, 48), Fraction(1, 4), Fraction(1, 4))
     some = stage_shares(8, 2, (Fraction(0), Fraction(1, 5)))  # a layer takes a tenth; 5 layers, or 3

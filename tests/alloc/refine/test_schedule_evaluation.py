@@ -1,0 +1,62 @@
+"""The evaluated step of a plan against the simulator's, on the same plan with the same prices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+
+from secc.alloc.problem.build_problem import build_problem
+from secc.alloc.problem.candidates import update_times
+from secc.alloc.problem.pins import parse_pins
+from secc.alloc.problem.types import Assignment
+from secc.alloc.refine.schedule_evaluation import PlanEvaluator
+from secc.bounds.traffic import Traffic
+from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
+from secc.runtime.parameters.reduction_times import TimedReduction
+from secc.runtime.plan.step_program import replica_first_ranks
+from secc.runtime.schedule.scheduler import find_candidate
+from secc.simulate.simulator import simulate
+from tests.alloc.explain.test_least_step import staged_problem
+from tests.alloc.refine.test_local_search import hand_out_ranks
+from tests.simulate.test_clocks import emit_candidate
+
+GROUPS = {"vision": "vision", "lm": "lm"}
+
+
+@pytest.mark.parametrize(
+    ("stages", "sharding"),
+    [("pp=2", "none"), ("pp=2", "zero1"), ("chunks=2 pp=2", "zero1"), ("placement=v pp=2", "zero1")],
+)
+def test_the_evaluated_step_is_the_simulated_one(
+    stages: str, sharding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are summed within the last backwards of each stage, and the chunks of a rank one after the
+    other; messages are free here."""
+    work, batch = staged_problem(8)
+    pins = [f"lm.{pin}" for pin in (*stages.split(), "dp=2", "tp=1", f"sharding={sharding}")]
+    asked = build_problem(work, 8, "apart", parse_pins(pins, work.loads))
+    evaluator = PlanEvaluator(work, asked)
+    vision = next(i for i, c in enumerate(asked.sections["vision"]) if c.ranks == 4)
+    assignment = Assignment({"vision": vision, "lm": 0}, GROUPS)
+    evaluator.message_ns = {}
+    monkeypatch.setattr(PlanEvaluator, "_stage_message_ns", lambda *_: 0)
+    chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
+    assert chosen["lm"].shape.stages == (2 if stages == "pp=2" else 4)
+    plan = evaluator._build_plan(assignment, chosen, hand_out_ranks(asked, assignment))
+    traffic, optimizer_ns, reductions = Traffic(plan), Counter[int](), list[TimedReduction]()
+    for s in plan.sections:
+        c = chosen[s.user_section_name]
+        load = work.rank_load(work.loads[s.user_section_name], c.shape, stage=s.stage)
+        sums, gathers, optimizer = (ns // c.chunks for ns in update_times(work, load, c.dp, c.sharding))
+        ranks = tuple(replica_first_ranks(s))
+        share = min(Fraction(1), Fraction(BUCKET_BYTES * c.chunks, load.cost.trainable_bytes))
+        reductions += [TimedReduction((s.name,), ranks, sums, gathers, share)] if sums or gathers else []
+        optimizer_ns.update(dict.fromkeys(ranks, optimizer))
+    assert reductions
+    traffic.__dict__["timed_reductions"] = reductions
+    monkeypatch.setattr(Traffic, "optimizer_ns", lambda _, rank: optimizer_ns[rank])
+    step = simulate(plan, batch, emit_candidate(find_candidate(plan, batch)), traffic)
+    evaluated = evaluator.evaluate_batch(assignment, hand_out_ranks(asked, assignment), batch)
+    assert evaluated.time_ns - work.cluster.device.overheads.step_ns(len(batch)) == step.end
