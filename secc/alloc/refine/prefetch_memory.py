@@ -7,25 +7,30 @@ stages, which all take a micro-batch before the first backward. Each of its own 
 next one, by the longest micro-batch. More does not help: with a teacher as loaded as its student
 (`tools/bench_schedules.py quality`), steps get no faster.
 
-`auto` uses only memory that the plan leaves free, so it does not influence the layout. Memory that the user
-asks for counts as messages of the section, so the allocation has to find room for it.
+`auto` uses only memory that the plan leaves free. Closed forms count the wait for the first micro-batch in
+layouts that leave less than `LEAST_PREFETCHED` micro-batches need. Memory that the user asks for counts as
+messages of the section, so the allocation has to find room for it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from math import ceil
 
 from secc.alloc.problem.candidates import Workload
 from secc.alloc.problem.closed_form import PlanValue, groups_that_run_ahead
 from secc.alloc.problem.size_spread import PERMILLE
 from secc.alloc.problem.types import AllocEdge, Assignment, Candidate, Problem
-from secc.cost.model.patterns_and_transfers import micro_batch_sizes
+from secc.cost.model.patterns_and_transfers import SectionTransfer, micro_batch_sizes
 from secc.errors import UserError
 from secc.runtime.plan.expr_eval import evaluate_expr
 
 RUN_AHEAD_AUTO = "auto"
 PREFETCHED_PER_CONSUMER = 4
+# Micro-batches of mean samples that a rank must have memory for so that its consumers do not wait. Where one
+# fits, many of the first ones do not fit, because samples differ.
+LEAST_PREFETCHED = 2
 
 
 def parse_run_ahead(text: str, work: Workload, gib: int) -> int | None:
@@ -66,7 +71,8 @@ def prefetchable_sections(work: Workload) -> set[str]:
 
 def with_prefetch_buffers(asked: Problem, work: Workload, size: int | None) -> Problem:
     """Problem in which prefetching sections hold `size` more bytes and consumers do not wait for their
-    first micro-batch. Stages of other sections stand idle, and `idle_ns` is 0 for them."""
+    first micro-batch, with a `size` of None where ranks have memory left for some. Stages of other sections
+    stand idle, and `idle_ns` is 0 for them."""
     ahead = prefetchable_sections(work) if size != 0 else set[str]()
 
     def mark_candidate(section: str, c: Candidate) -> Candidate:
@@ -77,18 +83,37 @@ def with_prefetch_buffers(asked: Problem, work: Workload, size: int | None) -> P
     asked = replace(asked, sections=sections)
     return replace(
         asked,
-        edges=tuple(
-            _edge_with_buffer(e, asked.sections[e.src], size or 0) if e.src in ahead else e
-            for e in asked.edges
-        ),
+        edges=tuple(_edge_with_buffer(work, asked, e, size) if e.src in ahead else e for e in asked.edges),
     )
 
 
-def _edge_with_buffer(edge: AllocEdge, candidates: tuple[Candidate, ...], size: int) -> AllocEdge:
-    latency = (
-        ns - c.fill_ns if c.runs_ahead else ns for ns, c in zip(edge.latency_ns, candidates, strict=True)
+def _edge_with_buffer(work: Workload, asked: Problem, edge: AllocEdge, size: int | None) -> AllocEdge:
+    crossings = [c for c in work.crossings if (c.src, c.dst) == (edge.src, edge.dst)]
+
+    @cache
+    def least_bytes(micro_batch: int) -> int:
+        return sum(_message_bytes(work, c, LEAST_PREFETCHED * micro_batch) for c in crossings)
+
+    def latency_ns(c: Candidate, ns: int, sent: int) -> int:
+        has_room = size is not None or asked.usable_bytes(c) - c.memory_ahead - sent >= least_bytes(
+            c.micro_batch
+        )
+        return ns - c.fill_ns if c.runs_ahead and has_room else ns
+
+    columns = zip(asked.sections[edge.src], edge.latency_ns, edge.sent_bytes, strict=True)
+    return replace(
+        edge,
+        sent_bytes=tuple(b + (size or 0) for b in edge.sent_bytes),
+        latency_ns=tuple(latency_ns(*column) for column in columns),
     )
-    return replace(edge, sent_bytes=tuple(b + size for b in edge.sent_bytes), latency_ns=tuple(latency))
+
+
+def _message_bytes(work: Workload, crossing: SectionTransfer, samples: int) -> int:
+    """Bytes of the results of so many mean samples of the pattern with the largest."""
+    sizes = (
+        micro_batch_sizes(work.graph, p.sizes, samples) for p in work.loads[crossing.src].active_patterns
+    )
+    return max(evaluate_expr(crossing.size, own) for own in sizes)
 
 
 def choose_prefetch_memory(
@@ -142,8 +167,5 @@ def _useful_prefetch_bytes(work: Workload, asked: Problem, assignment: Assignmen
             samples = (PREFETCHED_PER_CONSUMER + dst.pp) * max(
                 producer.micro_batch, ceil(dst.dp * dst.micro_batch / producer.dp)
             ) + (producer.pp - 1) * producer.micro_batch * -(-longest // PERMILLE)
-            total += max(
-                evaluate_expr(c.size, micro_batch_sizes(work.graph, p.sizes, samples))
-                for p in work.loads[section].active_patterns
-            )
+            total += _message_bytes(work, c, samples)
     return total

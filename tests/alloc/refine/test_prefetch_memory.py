@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from secc.alloc.refine.prefetch_memory import PREFETCHED_PER_CONSUMER
+from secc.alloc.problem.build_problem import build_problem
+from secc.alloc.problem.candidates import build_workload
+from secc.alloc.problem.pins import Pins
+from secc.alloc.refine.prefetch_memory import PREFETCHED_PER_CONSUMER, with_prefetch_buffers
+from secc.cluster import parse_cluster
 from secc.codegen.plan_builder import attribute_value
 from secc.errors import UserError
 from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io.module_text import parse_module
 from tests.alloc.test_allocate import VLM, allocate_model, prediction, section_attribute
 
 FROZEN = (
@@ -46,6 +52,26 @@ def test_consumers_do_not_wait_for_prefetched_results() -> None:
     ]
     assert simulated[0] < simulated[1]
     assert times[0] < times[1]
+
+
+def test_closed_forms_count_the_wait_where_no_memory_is_left_for_results() -> None:
+    work = build_workload(graph_of(parse_module(FROZEN)), parse_cluster("1x3xcpu"), 16)
+    asked = build_problem(work, 3, "apart", Pins())
+    (edge,) = asked.edges
+    vision, features = asked.sections["vision"], 2 * 16 * 64 * 4  # of two samples, which have one image each
+
+    def waits(capacity: int, size: int | None) -> list[int]:
+        ahead = with_prefetch_buffers(replace(asked, capacity=capacity), work, size)
+        columns = zip(edge.latency_ns, ahead.edges[0].latency_ns, vision, strict=True)
+        return [after - (before - c.fill_ns) for before, after, c in columns]
+
+    needed = [
+        c.memory_ahead + b + features * c.micro_batch for c, b in zip(vision, edge.sent_bytes, strict=True)
+    ]
+    fills = [c.fill_ns for c in vision]
+    assert waits(max(needed), None) == waits(0, 1) == [0] * len(vision)
+    assert waits(min(needed) - 1, None) == fills and min(fills) > 0
+    assert waits(needed[0], None)[0] == 0 and waits(needed[0] - 1, None)[0] == fills[0]
 
 
 def test_requested_prefetch_memory_counts_in_the_plan() -> None:
