@@ -6,6 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from secc.cluster import Cluster
+from secc.report.plan_tables import batch_steps_text
 from secc.report.plan_warnings import plan_warnings
 from secc.report.text_table import amount_text, seconds_text, short_ranks_text
 from secc.runtime.plan.schema import Plan, Section
@@ -27,7 +28,8 @@ def plan_brief(plan: Plan, directory: Path, warnings: tuple[str, ...] = ()) -> l
     checked = checked_text(plan)
     lines[0] += f", {checked if len(lines[0]) + len(checked) < WIDTH else checked.partition(',')[0]}"
     known = [*warnings, *(w.text for w in plan_warnings(plan))]
-    most = MAX_SECTION_LINES - bool(known)  # a warning may need two lines
+    batches = batch_steps_text(plan)
+    most = MAX_SECTION_LINES - bool(known) - bool(batches)  # a warning may need two lines
     shown: tuple[Section, ...] = sections if len(sections) <= most else sections[: most - 1]
     columns = zip(*map(_section_cells, shown), strict=True)
     widths = [max(map(len, column), default=0) for column in columns]
@@ -38,6 +40,7 @@ def plan_brief(plan: Plan, directory: Path, warnings: tuple[str, ...] = ()) -> l
         rest = ", ".join(s.name for s in sections[len(shown) :])
         lines.append(f"  and {amount_text(len(sections) - len(shown), 'further section')}: {rest}"[:100])
     lines.append(f"  step     {_step_text(plan)}")
+    lines += [f"  batches  {batches}"] if batches else []
     lines.append(f"  costs    {_cost_text(plan)}")
     if known:
         more = f" (and {len(known) - 1} more: secc explain {directory})" if len(known) > 1 else ""

@@ -29,6 +29,8 @@ MODE_DESCRIPTIONS = {
     "forward": "forward only: nothing trainable in it or upstream",
 }
 
+LEAST_SPREAD = 0.05  # of the steps of drawn batches, over the shortest, for them to be shown
+
 
 def plan_tables(plan: Plan) -> list[TextTable]:
     """All decisions and predictions of a plan, with reasons where there are any."""
@@ -69,6 +71,8 @@ def plan_summary(plan: Plan) -> list[tuple[str, str]]:
     ]
     if text := _dynamic_cp_text(plan):
         facts.insert(-2, ("dynamic cp", text))
+    if text := batch_steps_text(plan):
+        facts.insert(4, ("steps of batches", text))
     if plan.run_ahead_gib:
         sections = find_prefetchable_sections(plan, SectionGraph(plan))
         names = ", ".join(dict.fromkeys(s.user_section_name for s in sections))
@@ -93,6 +97,18 @@ def _predicted_step_text(plan: Plan) -> str:
         f"{seconds:.4g} s{others}; {seconds / bound:.3f} of the lower bound for any schedule"
         f" ({simulated['bound_reason']}); {simulated['plan_bound_s']:.4g} s if all work of these layouts were"
         f" spread evenly over the ranks{_least_step_text(plan)}"
+    )
+
+
+def batch_steps_text(plan: Plan) -> str:
+    """The mean and the range of the steps over the batches of the search, where the batch decides how long a
+    step is; "" elsewhere."""
+    steps = plan.solver.get("batch_steps_s", ())
+    if not steps or max(steps) - min(steps) <= LEAST_SPREAD * min(steps):
+        return ""
+    return (
+        f"{sum(steps) / len(steps):.4g} s on average over {len(steps)} drawn batches,"
+        f" {min(steps):.4g} to {max(steps):.4g} s"
     )
 
 

@@ -82,13 +82,14 @@ BatchSamples = Sequence[SampleMeta]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean step time in ns, whether every rank has enough memory, the number of scheduled tasks, and for each
-    section the ns that its busiest rank computes."""
+    """Mean step time in ns, whether every rank has enough memory, the number of scheduled tasks, for each
+    section the ns that its busiest rank computes, and the step time of each batch if there are several."""
 
     time_ns: int
     fits: bool
     tasks: int
     busy_ns: Mapping[str, int] = field(default_factory=dict[str, int])
+    batch_ns: tuple[int, ...] = ()
 
 
 def _put_typical_first(work: Workload, batches: Sequence[BatchSamples]) -> Sequence[BatchSamples]:
@@ -125,6 +126,7 @@ def mean_evaluation(steps: Sequence[Evaluation]) -> Evaluation:
         all(s.fits for s in steps),
         sum(s.tasks for s in steps),
         {name: sum(s.busy_ns[name] for s in steps) // len(steps) for name in steps[0].busy_ns},
+        tuple(s.time_ns for s in steps) if len(steps) > 1 else (),
     )
 
 

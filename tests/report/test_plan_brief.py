@@ -1,0 +1,25 @@
+"""The lines that `secc compile` ends with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from secc.report.plan_brief import plan_brief
+from secc.report.plan_tables import plan_summary
+from tests.runtime.schedule.plan_strategies import make_edge, make_plan, make_section
+
+BATCHES = "15 s on average over 2 drawn batches, 10 to 20 s"
+
+
+@pytest.mark.parametrize(("steps", "shown"), [([10.0, 20.0], True), ([10.0, 10.2], False), ([], False)])
+def test_steps_of_drawn_batches_are_shown_where_the_batch_decides(steps: list[float], shown: bool) -> None:
+    names = [f"encoder{i}" for i in range(6)]
+    sections = [*(make_section(name, [i]) for i, name in enumerate(names)), make_section("lm", [6, 7])]
+    plan = make_plan(sections, [make_edge(name, "lm") for name in names], 8)
+    plan = replace(plan, solver={"simulated_s": 15.0, "batch_steps_s": steps})
+    lines = plan_brief(plan, Path("plan"), ("of the samples, 3 were not read",))
+    assert (f"  batches  {BATCHES}" in lines) == shown and len(lines) <= 10
+    assert (("steps of batches", BATCHES) in plan_summary(plan)) == shown
