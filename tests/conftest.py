@@ -24,8 +24,8 @@ from torch import nn
 
 from secc.runtime.model.user_file import UserModel, load_model_file
 
-# No deadline, since a busy machine is no failure. With CI=true the same commit has the same examples; elsewhere
-# each run has new ones.
+# No deadline, since a busy machine is no failure. With CI=true the same commit has the same examples;
+# elsewhere each run has new ones.
 settings.register_profile("secc", deadline=None, derandomize=os.environ.get("CI") == "true")
 settings.load_profile("secc")
 

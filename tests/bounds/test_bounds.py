@@ -133,7 +133,7 @@ lengths = st.lists(
 
 
 @given(random_staged_plans(), lengths)
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_no_schedule_of_a_pipeline_is_shorter_than_the_bound(p, rows):
     """Also the solver's schedules that are not proven optimal."""
     samples = [

@@ -111,6 +111,7 @@ def test_output_directory_that_is_not_a_plan(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "precious.txt").read_text() == "keep me"
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_plan_of_a_changed_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.py"

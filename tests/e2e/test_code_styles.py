@@ -72,12 +72,14 @@ def test_lists_that_grow_with_the_samples_are_exact() -> None:
     )
 
 
+@pytest.mark.slow
 def test_lists_of_dicts_that_grow_with_the_samples_are_exact() -> None:
     plan = compiled("boxes").plan
     assert "asked" in {b for s in plan.sections for b in s.blocks}
     assert [n["kind"][1] for n in plan.recorded[0].nodes if n["kind"][:2] == ["recorded", "loss:0"]]
 
 
+@pytest.mark.slow
 def test_losses_summed_in_a_loop_over_samples_are_exact() -> None:
     plan = compiled("per_sample").plan
     (case,) = plan.recorded
@@ -161,6 +163,7 @@ def test_targets_may_be_filled_for_the_rows_that_a_mask_selects() -> None:
     assert "aten.full_like.default" in captured and "aten.zeros.default" not in captured
 
 
+@pytest.mark.slow
 def test_rows_cut_to_their_lengths_and_joined_are_rows_of_a_mask() -> None:
     _, captured = compiled("trimmed_rows").dumps[0]
     assert captured.count("aten.lt.Tensor") == 2 and "aten.slice.Tensor" not in captured
@@ -171,6 +174,7 @@ def test_a_list_of_one_entry_is_that_entry() -> None:
     assert "aten.select.int" in captured and "aten.unbind.int" not in captured
 
 
+@pytest.mark.slow
 def test_python_may_pad_the_narrower_of_two_inputs() -> None:
     """Three cases: one is narrower, the other is, or both are of one width, which no drawn batch has."""
     made = compiled("padded_pairs")

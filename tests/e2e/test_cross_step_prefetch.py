@@ -106,7 +106,11 @@ def test_images_of_the_next_step_are_seen_before_the_last_texts_of_this_one(tmp_
     ("ranks", "pins"),
     [
         # every stage has computed more of the next step than the one behind it
-        (4, ("teacher.pp=3", "teacher.micro_batch=1", "student.dp=1", "student.micro_batch=2")),
+        pytest.param(
+            4,
+            ("teacher.pp=3", "teacher.micro_batch=1", "student.dp=1", "student.micro_batch=2"),
+            marks=pytest.mark.slow,
+        ),
         (4, ("teacher.tp=2", "teacher.ep=2", "teacher.micro_batch=1", "student.dp=2", "student.ep=2")),
         # replicas that send each other tokens run ahead in rounds
         (

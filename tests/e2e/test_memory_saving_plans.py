@@ -30,7 +30,11 @@ CASES = [
             "vision_tower.recompute=full",
         ),
     ),
-    ("qwen_distil", ("student.sharding=zero2", "student.recompute=full", "student.dp=2")),
+    pytest.param(
+        "qwen_distil",
+        ("student.sharding=zero2", "student.recompute=full", "student.dp=2"),
+        marks=pytest.mark.slow,
+    ),
     ("loops", ("model.sharding=zero3", "model.recompute=full", "model.dp=2")),  # layers that run twice
     ("in_place_layers", ("model.sharding=zero3", "model.dp=2")),
     (

@@ -28,14 +28,11 @@ FAST = {
     ],
     "llava_tiny": [
         (4, "language_model.tp=2 vision_tower.dp=2 vision_tower.micro_batch=2 language_model.overlap=both"),
-        (5, "language_model.pp=2 language_model.dp=2 language_model.sharding=zero2 vision_tower.dp=1"),
     ],
     "qwen_distil": [
         (4, "teacher.dp=2 teacher.sharding=zero3 student.tp=2"),
-        (3, "teacher.pp=2 student.dp=1 student.recompute=selective"),
     ],
     "whisper_tiny": [
-        (4, "encoder.tp=2 decoder.dp=2 decoder.sharding=zero3 decoder.micro_batch=2"),
         (3, "encoder.dp=1 decoder.pp=2 decoder.backward=split"),
     ],
     "llama_deep": [(4, "tp=2 pp=2 placement=v sharding=zero1 micro_batch=3")],
@@ -79,6 +76,7 @@ SLOW = {
         (5, "dp=5 sharding=zero2 micro_batch=1 bf16"),
     ],
     "llava_tiny": [
+        (5, "language_model.pp=2 language_model.dp=2 language_model.sharding=zero2 vision_tower.dp=1"),
         (2, "language_model.dp=2 vision_tower.with=language_model language_model.micro_batch=3"),
         (3, "language_model.cp=2 language_model.recompute=full vision_tower.dp=1"),
         (4, "language_model.cp=2 language_model.dp=2 vision_tower.with=language_model"),
@@ -114,6 +112,7 @@ SLOW = {
         ),
     ],
     "qwen_distil": [
+        (3, "teacher.pp=2 student.dp=1 student.recompute=selective"),
         (5, "teacher.cp=2 teacher.dp=1 student.tp=2 student.recompute=full"),
         (6, "teacher.cp=4 student.cp=2 student.sharding=zero2"),
         (4, "teacher.cp=2 student.cp=2 bf16"),
@@ -160,6 +159,7 @@ SLOW = {
         (4, "encoder.tp=2 decoder.tp=2 decoder.sharding=zero3"),
     ],
     "whisper_tiny": [
+        (4, "encoder.tp=2 decoder.dp=2 decoder.sharding=zero3 decoder.micro_batch=2"),
         (2, "encoder.with=decoder decoder.dp=2 decoder.micro_batch=1"),
         (4, "encoder.cp=2 decoder.cp=2 decoder.micro_batch=2"),
         (3, "encoder.dp=1 decoder.cp=2 decoder.sharding=zero1"),

@@ -29,7 +29,7 @@ WAYS = {
     "drawn_masks": [(3, "apart", ("head.dp=2", "head.micro_batch=1", "vision.micro_batch=3"))],
     "random_parts": [(3, "apart", ("model.dp=2", "model.micro_batch=1"))],
 }
-SLOW = ("gpt2_dropout", "random_parts")
+SLOW = ("gpt2_dropout", "random_parts", "shared_dropout")
 
 
 @pytest.mark.gloo

@@ -11,7 +11,7 @@ import pytest
 from tools.zoo import CAUSES, EXACT, Row, look, print_table, summarize
 from tools.zoo_models import entries, entry
 
-QUICK = ("gemma3", "qwen2_audio", "gpt_oss")
+QUICK = ("gemma3", "gpt_oss")
 SLOW = [e.name for e in entries() if e.name not in QUICK]
 
 
@@ -32,24 +32,18 @@ def test_all_other_architectures_train_exactly(name: str) -> None:
     assert (row.check, row.run) == (EXACT, EXACT)
 
 
-QUICK_BY_LAYERS = ("internvl",)
 REFUSED_BY_LAYERS = ("florence2", "instructblip")  # what stages take back, with the reason in the plan
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        e.name if e.name in QUICK_BY_LAYERS else pytest.param(e.name, marks=pytest.mark.slow)
-        for e in entries()
-        if e.name not in REFUSED_BY_LAYERS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [e.name for e in entries() if e.name not in REFUSED_BY_LAYERS])
 def test_capture_by_layers_is_exact_wherever_capture_by_components_is(name: str) -> None:
     if "lora" in name:
         pytest.importorskip("peft")
     assert look(entry(name), run=False, layers=True).check == EXACT
 
 
+@pytest.mark.slow
 def test_glue_that_depends_on_values_is_rerecorded() -> None:
     row = look(entry("mistral3"), run=False)
     assert (

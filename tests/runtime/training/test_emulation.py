@@ -48,7 +48,7 @@ def test_emulated_step_takes_at_least_the_simulated_time(tmp_path, capfd):
     assert not (tmp_path / "plan" / "logs" / "metrics.jsonl").exists()
 
 
-SMALL = ["2 ranks, shared", "4 ranks, teacher → student of 2 stages, ahead"]
+SMALL = ["2 ranks, shared"]
 LARGER = [
     pytest.param(name, marks=pytest.mark.slow)
     for name in bench_emulation.EMULATION_CASES

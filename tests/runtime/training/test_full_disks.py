@@ -63,6 +63,7 @@ def test_a_save_on_a_full_disk_is_said_and_training_goes_on(
     assert find_checkpoint(tmp_path / "saved").manifest.step == 5
 
 
+@pytest.mark.slow
 def test_the_last_save_that_fails_ends_the_run_with_an_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

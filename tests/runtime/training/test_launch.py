@@ -91,6 +91,7 @@ def test_error_of_one_rank_is_reported(tmp_path: Path, capfd: pytest.CaptureFixt
     assert "dataset()[13]" in errors and "a torn page" in errors
 
 
+@pytest.mark.slow
 def test_exception_on_one_rank_shows_its_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_plan(tmp_path / "plan", APART)
     section = tmp_path / "plan" / "sections" / "decoder.py"

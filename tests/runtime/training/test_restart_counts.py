@@ -29,7 +29,7 @@ def test_all_ranks_take_a_number_that_no_attempt_had() -> None:
     for own, agreed in (((0, 1), 1), ((1, 1), 2)):
         late = start_rank(1, own[1], store.port, True, CODE)  # finds the name of the attempt before
         ranks = [start_rank(0, own[0], store.port, True, CODE), late]
-        counts = [int(rank.communicate(timeout=60)[0]) for rank in ranks]
+        counts = [int(rank.communicate(timeout=150)[0]) for rank in ranks]
         assert counts == [agreed, agreed]
 
 
@@ -39,5 +39,5 @@ def test_agents_without_a_store_leave_no_rank_behind() -> None:
     port = listener.port
     del listener
     ranks = [start_rank(rank, rank, port, False, f"import os; {CODE}; {MEETING}") for rank in (0, 1)]
-    counts = [int(rank.communicate(timeout=60)[0]) for rank in ranks]
+    counts = [int(rank.communicate(timeout=150)[0]) for rank in ranks]
     assert counts == [1, 1] and [rank.wait() for rank in ranks] == [0, 0]
