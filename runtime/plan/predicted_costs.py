@@ -46,7 +46,7 @@ class DealtCosts:
         return self.forward_ns + self.backward_ns
 
 
-class _SubgroupPrices:
+class SubgroupPrices:
     """What the ranks of one kind of subgroup take for single samples, columns by sample, and for the larger
     parts that were priced so far. `order` has the place of each sample among all, the longest first."""
 
@@ -86,11 +86,17 @@ class _SubgroupPrices:
         """Deals samples to subgroups, those that take longest first, in turns forth and back."""
         if len(samples) <= subgroups:
             return (*((p,) for p in samples), *((),) * (subgroups - len(samples)))
-        parts: list[list[int]] = [[] for _ in range(subgroups)]
-        for turn, p in enumerate(sorted(samples, key=self.order.__getitem__)):
-            number, place = divmod(turn, subgroups)
-            parts[subgroups - 1 - place if number % 2 else place].append(p)
+        parts = deal_in_turns(sorted(samples, key=self.order.__getitem__), subgroups)
         return tuple(tuple(sorted(part)) for part in parts)
+
+
+def deal_in_turns(samples: Sequence[int], subgroups: int) -> list[list[int]]:
+    """Deals samples, the longest first, to subgroups in turns forth and back."""
+    parts: list[list[int]] = [[] for _ in range(subgroups)]
+    for turn, p in enumerate(samples):
+        number, place = divmod(turn, subgroups)
+        parts[subgroups - 1 - place if number % 2 else place].append(p)
+    return parts
 
 
 def _larger(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -112,7 +118,7 @@ class PredictedCosts:
         self.sample_columns = {name: [s[name] for s in sizes] for name in names}
         # Values of each expression for all samples; the stages of a pipeline mostly share their expressions.
         self._evaluated: dict[str, list[int]] = {}
-        self._subgroup_prices: dict[tuple[str, int], _SubgroupPrices] = {}
+        self._subgroup_prices: dict[tuple[str, int], SubgroupPrices] = {}
         stages: dict[str, list[Section]] = {}
         for s in sorted(plan.sections, key=lambda s: s.stage):
             stages.setdefault(s.pipeline, []).append(s)
@@ -180,6 +186,10 @@ class PredictedCosts:
                 forward[i], backward[i] = dealt.forward_ns, dealt.backward_ns
         return forward, backward
 
+    def stages_of(self, section: Section) -> Sequence[Section]:
+        """Returns all stages of the pipeline of `section`, or the section itself."""
+        return self._stages[section.name] if section.pipeline else [section]
+
     def deal_samples(self, section: Section, micro_batches: Sequence[Sequence[int]]) -> list[SampleParts]:
         """Returns the parts of each micro-batch, () where it is not dealt but divided over all ranks.
 
@@ -206,7 +216,7 @@ class PredictedCosts:
         if not section.may_deal:
             return found
         best = [0] * len(micro_batches)
-        stages = self._stages[section.name] if section.pipeline else [section]
+        stages = self.stages_of(section)
         at = [s.name for s in stages].index(section.name)
         for k in range(len(section.subgroups)):
             priced = [self._price_in_subgroups(s, s.subgroups[k], micro_batches) for s in stages]
@@ -231,7 +241,7 @@ class PredictedCosts:
     ) -> list[DealtCosts | None]:
         """Returns the costs of each micro-batch of several samples, dealt to subgroups of one size, None
         where a part has too many samples or does not fit."""
-        count, prices = section.mesh.cp // subgroup.ranks, self._prices_of(section, subgroup.ranks)
+        count, prices = section.mesh.cp // subgroup.ranks, self.subgroup_prices(section, subgroup.ranks)
         drafts = [
             self._deal_in_turns(section, subgroup.ranks, samples)
             if count < len(samples) <= section.micro_batch * count
@@ -254,23 +264,23 @@ class PredictedCosts:
     def _deal_in_turns(self, section: Section, ranks: int, samples: Sequence[int]) -> SampleParts:
         """Deals samples to subgroups of `ranks` ranks, by the times of a pipeline's first stage."""
         first = self._stages[section.name][0] if section.pipeline else section
-        return self._prices_of(first, ranks).deal_in_turns(samples, section.mesh.cp // ranks)
+        return self.subgroup_prices(first, ranks).deal_in_turns(samples, section.mesh.cp // ranks)
 
-    def _prices_of(self, section: Section, ranks: int) -> _SubgroupPrices:
+    def subgroup_prices(self, section: Section, ranks: int) -> SubgroupPrices:
         """Returns the prices of subgroups of `ranks` ranks."""
         key = section.name, ranks
         if key not in self._subgroup_prices:
             subgroup = next(s for s in section.subgroups if s.ranks == ranks)
             times = self.sample_times(replace(section, cost=subgroup.cost))
             saved = self._evaluate_for_samples(subgroup.cost.saved or "0")
-            self._subgroup_prices[key] = _SubgroupPrices(*times, saved, section.subgroup_bytes)
+            self._subgroup_prices[key] = SubgroupPrices(*times, saved, section.subgroup_bytes)
         return self._subgroup_prices[key]
 
     def _price_parts(
         self, section: Section, subgroup: SubgroupCost, parts: Iterable[tuple[int, ...]]
     ) -> None:
         """Prices parts that were not priced before."""
-        priced = self._prices_of(section, subgroup.ranks).parts
+        priced = self.subgroup_prices(section, subgroup.ranks).parts
         if not (new := [part for part in parts if part not in priced]):
             return
         own, columns = replace(section, cost=subgroup.cost), self.micro_batch_columns(new)

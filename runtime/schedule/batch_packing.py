@@ -27,6 +27,7 @@ from secc.runtime.plan.expr_eval import SizeColumns
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Section
 from secc.runtime.plan.step_program import replicas_in_lockstep, runs_in_lockstep
+from secc.runtime.schedule.dealt_runs import INFEASIBLE_NS, DealtRuns
 from secc.runtime.schedule.load_balance import (
     Ranks,
     assign_in_rounds,
@@ -36,8 +37,6 @@ from secc.runtime.schedule.load_balance import (
 
 SamplePositions = tuple[int, ...]  # the samples of a micro-batch, as positions in the global batch
 AssignedMicroBatches = list[tuple[int, SamplePositions]]  # a section's micro-batches: (replica, samples)
-
-INFEASIBLE_NS = 1 << 62  # time of a run of samples that does not fit into memory
 
 
 def exceeds_limits(
@@ -304,24 +303,23 @@ def _dealt_run_times(
     costs: PredictedCosts, stages: Sequence[Section], section: Section, group: Sequence[int]
 ) -> list[list[int]]:
     """Returns `_run_times` of a section that may deal its micro-batches."""
-    times_by_length = list[list[int]]()
+    times_by_length, dealt_runs = list[list[int]](), DealtRuns(costs, section, group)
     longest = 0
     for length in range(1, min(section.most_samples, len(group)) + 1):
         count = len(group) - length + 1
         if length > max(section.mesh.cp, section.micro_batch) and length % section.mesh.cp:
             times_by_length.append([INFEASIBLE_NS] * count)
             continue
-        runs = [tuple(group[i : i + length]) for i in range(count)]
         divided = [INFEASIBLE_NS] * count
         if length <= section.micro_batch or length == 1:
-            columns = costs.micro_batch_columns(runs)
+            columns = dealt_runs.join_columns(range(length))
             divided = list(map(int.__add__, *costs.times_of_columns(section, columns, count)))
             if length > 1:
                 large = exceeds_limits(costs, stages, columns, count)
                 divided = [INFEASIBLE_NS if no else ns for ns, no in zip(divided, large, strict=True)]
         times = [
-            ns if dealt is None else dealt.total_ns
-            for ns, dealt in zip(divided, costs.price_dealt(section, runs), strict=True)
+            ns if dealt >= INFEASIBLE_NS else dealt
+            for ns, dealt in zip(divided, dealt_runs.times(length), strict=True)
         ]
         if min(times) == INFEASIBLE_NS and length >= section.mesh.cp:
             break

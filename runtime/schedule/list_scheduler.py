@@ -34,8 +34,9 @@ class TaskGraph:
     `rank_of`: the rank that runs the task; `duration_ns`; `priority`: a permutation of the task numbers,
     least first; `successors`: the tasks that wait for it; `predecessor_count`: how many tasks it waits for.
 
-    `simultaneous` maps a task to all tasks that start together with it, itself included. `multi_rank` has
-    ranges of tasks with {rank of the task: further ranks that it occupies}.
+    `simultaneous` maps a task to all tasks that start together with it, itself included. `further_ranks` has
+    {rank of the task: further ranks that it occupies}, None for a task that occupies none; it is empty if no
+    task does.
 
     The following lists are empty without lines and limits, and -1 means none. `followers`: the task that
     follows; `line_of`: the line of the follower, an index into `line_priorities`, which has the sorted
@@ -54,7 +55,7 @@ class TaskGraph:
     line_of: list[int] = field(default_factory=list)
     line_priorities: list[list[int]] = field(default_factory=list)
     simultaneous: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    multi_rank: list[tuple[range, Mapping[int, tuple[int, ...]]]] = field(default_factory=list)
+    further_ranks: list[Mapping[int, tuple[int, ...]] | None] = field(default_factory=list)
     acquires: list[int] = field(default_factory=list)
     releases: list[int] = field(default_factory=list)
     held_bytes: list[int] = field(default_factory=list)
@@ -77,6 +78,8 @@ class TaskGraph:
         self.priority.append(arrival)
         self.predecessor_count.append(0)
         self.successors.append([])
+        if self.further_ranks:
+            self.further_ranks.append(None)
         if self.followers:
             for column in (self.followers, self.line_of, self.acquires, self.releases):
                 column.append(-1)
@@ -102,13 +105,16 @@ class TaskGraph:
         self.simultaneous |= dict.fromkeys(tasks, tuple(tasks))
 
     def occupy_ranks(self, tasks: range, ranks: Mapping[int, tuple[int, ...]]) -> None:
-        """Makes tasks occupy further ranks: `ranks` has them by the task's own rank."""
-        self.multi_rank.append((tasks, ranks))
+        """Makes tasks occupy further ranks: `ranks` has them by the task's own rank. All tasks must have been
+        added already."""
+        if not self.further_ranks:
+            self.further_ranks = [None] * len(self.rank_of)
+        self.further_ranks[tasks.start : tasks.stop] = [ranks] * len(tasks)
 
-    def extra_ranks_by_task(self) -> dict[int, tuple[int, ...]]:
-        """Returns the further ranks of each task that occupies some."""
-        pairs = ((t, ranks.get(self.rank_of[t], ())) for tasks, ranks in self.multi_rank for t in tasks)
-        return {task: extra for task, extra in pairs if extra}
+    def extra_ranks_of(self, task: int) -> tuple[int, ...]:
+        """Returns the further ranks that a task occupies."""
+        by_rank = self.further_ranks[task] if self.further_ranks else None
+        return () if by_rank is None else by_rank.get(self.rank_of[task], ())
 
     def limit_in_flight(
         self, count: int, takes: range, gives: range, byte_limit: int = 0, sizes: Sequence[int] = ()
@@ -165,9 +171,6 @@ class _ListScheduler:
         self.is_free = [True] * graph.rank_count
         self.ready: list[list[int]] = [[] for _ in range(graph.rank_count)]
 
-        # Tasks on several ranks; one that only occupies further ranks is simultaneous with itself alone.
-        self.extra_ranks = graph.extra_ranks_by_task()
-        self.simultaneous = {**{task: (task,) for task in self.extra_ranks}, **graph.simultaneous}
         self.partners_missing = {t: len(ts) for t, ts in graph.simultaneous.items() if t == ts[0]}
         self.started_simultaneous = set[int]()
         self.reserving_ranks = set[int]()  # ranks that wait for others to become free
@@ -187,12 +190,12 @@ class _ListScheduler:
 
     def run(self) -> SimulatedTasks:
         # This loop runs once for each task of each simulation, so attributes are bound to locals first.
-        graph, ready, is_free, simultaneous = self.graph, self.ready, self.is_free, self.simultaneous
+        graph, ready, is_free, simultaneous = self.graph, self.ready, self.is_free, self.graph.simultaneous
         rank_of, duration, rank_count = graph.rank_of, graph.duration_ns, graph.rank_count
         successors, predecessors_left = graph.successors, self.predecessors_left
         by_priority, priority, reserved = self.by_priority, self.priority, self.reserved_priority
         acquires, releases, followers = self.acquires, self.releases, self.followers
-        extra_ranks, has_limits = self.extra_ranks, bool(graph.followers)
+        further_ranks, has_limits = graph.further_ranks, bool(graph.followers)
 
         # The heap of running tasks holds (end << bits) + task, one integer that sorts by end time.
         bits = max(1, len(priority)).bit_length()
@@ -216,11 +219,24 @@ class _ListScheduler:
                         if rank in self.reserving_ranks:
                             break  # the task went back to the queue until all its ranks are free
                         continue
+                    by_rank = further_ranks[task] if further_ranks else None
+                    extra = () if by_rank is None else by_rank.get(rank, ())
+                    slot = -1
                     if has_limits and (limit := acquires[task]) >= 0:
                         slot = limit * rank_count + rank
                         if not self.fits_in_flight(task, slot):
                             heappush(self.deferred[slot], priority[task])
+                            if extra and rank in self.reserving_ranks:
+                                break  # another task waits for this rank and others
                             continue
+                    if extra:
+                        if not all(map(is_free.__getitem__, extra)):
+                            heappush(queue, priority[task])
+                            self.reserve_ranks(rank, (*extra, rank), priority[task])
+                            break
+                        for r in extra:
+                            is_free[r] = False
+                    if slot >= 0:
                         self.acquire_slot(task, slot)
                     if has_limits and followers[task] >= 0:
                         self.pass_priority_on(task)
@@ -244,8 +260,10 @@ class _ListScheduler:
                 rank = rank_of[task]
                 is_free[rank] = True
                 ranks_to_visit.append(rank)
-                if extra_ranks and task in extra_ranks:
-                    ranks_to_visit += self.free_extra_ranks(task)
+                if further_ranks and (by_rank := further_ranks[task]) is not None:
+                    for r in by_rank.get(rank, ()):
+                        is_free[r] = True
+                        ranks_to_visit.append(r)
                 if has_limits and releases[task] >= 0:
                     self.release_slot(task, releases[task] * rank_count + rank)
                 for then in successors[task]:
@@ -285,7 +303,7 @@ class _ListScheduler:
         It does not if they have started before, if the in-flight limit defers the task, or if one of the
         ranks is busy; then the ranks are reserved.
         """
-        rank_of, together = self.graph.rank_of, self.simultaneous[task]
+        rank_of, together = self.graph.rank_of, self.graph.simultaneous[task]
         if task in self.started_simultaneous:
             return False
         if (limit := self.acquires[task]) >= 0 and not self.fits_in_flight(
@@ -293,7 +311,7 @@ class _ListScheduler:
         ):
             heappush(self.deferred[slot], self.priority[task])
             return False
-        extra = [r for t in together for r in self.extra_ranks.get(t, ())] if self.extra_ranks else []
+        extra = [r for t in together for r in self.graph.extra_ranks_of(t)]
         needed = [*extra, *(rank_of[t] for t in together)]
         if not all(map(self.is_free.__getitem__, needed)):
             heappush(self.ready[rank], self.priority[task])
@@ -336,13 +354,6 @@ class _ListScheduler:
         for reservations in (self.reserving_ranks, self.yielding_ranks, self.reserved_priority):
             reservations.clear()
         return ranks
-
-    def free_extra_ranks(self, task: int) -> tuple[int, ...]:
-        """Frees the further ranks that an ended task occupied, and returns them."""
-        extra = self.extra_ranks[task]
-        for rank in extra:
-            self.is_free[rank] = True
-        return extra
 
     def becomes_ready(self, task: int) -> bool:
         """Returns whether a task with all predecessors done may start.

@@ -116,6 +116,7 @@ def build_step_tasks(
     extra_ranks = shared_extra_ranks(tuple(s.mesh for s in graph.topological_order))
     for task_ranges in step.ranges.values():
         _add_section_tasks(step, task_ranges, tables[task_ranges.section.name])
+    for task_ranges in step.ranges.values():
         by_first_rank = extra_ranks.get(task_ranges.section.mesh, {})
         for tasks in task_ranges.ranges if by_first_rank else ():
             step.graph.occupy_ranks(tasks, by_first_rank)

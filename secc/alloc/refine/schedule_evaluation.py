@@ -493,7 +493,7 @@ def replay_order(order: Order, message_ns: Mapping[tuple[str, str], int]) -> tup
     rank = graph.rank_of
     duration = graph.duration_ns
     successors = graph.successors
-    extra_ranks = graph.extra_ranks_by_task()
+    extra_ranks = {job: extra for job in order.task_order if (extra := graph.extra_ranks_of(job))}
     ready, free, ends, starts = [0] * len(rank), [0] * graph.rank_count, [0] * len(rank), [0] * len(rank)
     simultaneous = {**{job: (job,) for job in extra_ranks}, **graph.simultaneous}
     # (start, duration) of simultaneous tasks, once the first of them is reached in the order

@@ -14,6 +14,7 @@ from secc.runtime.plan.dealt_samples import DealtMicroBatches
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Cost, Plan, SubgroupCost
 from secc.runtime.plan.step_program import SampleMeta
+from secc.runtime.schedule.dealt_runs import INFEASIBLE_NS, DealtRuns
 from secc.runtime.schedule.scheduler import schedule_with_makespan
 from secc.runtime.validation.full_check import check_schedule
 from secc.simulate.simulator import simulate
@@ -163,3 +164,33 @@ def test_each_sample_is_computed_once_within_memory(
             assert forward == max(tokens) + 20 * (size - 1) // (cp - 1)
         seen += [p for part in parts for p in part]
     assert sorted(seen) == list(range(len(lengths)))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=20),
+    order=st.sampled_from(["sorted", "reversed", "alternating", "drawn"]),
+    micro_batch=st.integers(1, 3),
+    most_bytes=st.integers(20, 300),
+    degrees=st.sampled_from([(1,), (1, 2), (1, 2, 4)]),
+)
+@settings(max_examples=100, deadline=None)
+def test_runs_cost_what_each_of_them_costs_as_a_micro_batch(
+    lengths: list[int], order: str, micro_batch: int, most_bytes: int, degrees: tuple[int, ...]
+) -> None:
+    p = dealing_plan(cp=8, micro_batch=micro_batch, most_bytes=most_bytes, degrees=degrees)
+    costs, (section,) = PredictedCosts(p, make_samples(lengths)), p.sections
+    group = list(range(len(lengths)))
+    if order != "drawn":
+        group.sort(key=lambda i: (-lengths[i], i))
+    if order == "reversed":
+        group.reverse()
+    if order == "alternating":
+        half = len(group) - len(group) // 2
+        long, short = group[:half], group[half:][::-1]
+        group = [x for pair in zip(long, [*short, None], strict=False) for x in pair if x is not None]
+    runs = DealtRuns(costs, section, group)
+    for length in range(1, len(group) + 1):
+        one_by_one = costs.price_dealt(
+            section, [tuple(group[i : i + length]) for i in range(len(group) - length + 1)]
+        )
+        assert runs.times(length) == [INFEASIBLE_NS if d is None else d.total_ns for d in one_by_one]

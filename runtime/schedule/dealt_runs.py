@@ -1,0 +1,170 @@
+"""Prices all runs of neighbours in a sorted group of samples as micro-batches that are dealt to subgroups of
+the ranks of cp, as `PredictedCosts.price_dealt` prices one micro-batch, but many runs at once.
+
+Runs of one length are dealt alike where samples are sorted by time, or alternate between the longest and the
+shortest that are left: part k of every run has its samples at the same distances from the run's first one. So
+the prices of all parts with these distances are evaluated once, as columns, and a run takes the largest of
+its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from secc.runtime.plan.expr_eval import SizeColumns
+from secc.runtime.plan.predicted_costs import PredictedCosts, deal_in_turns
+from secc.runtime.plan.schema import Section, SubgroupCost
+
+INFEASIBLE_NS = 1 << 62  # time of a run of samples that does not fit into memory
+
+TimeColumns = tuple[list[int], list[int]]  # ns of forward and backward
+
+
+class DealtRuns:
+    """The runs of `group`, positions of samples, as micro-batches of a section that may deal them."""
+
+    def __init__(self, costs: PredictedCosts, section: Section, group: Sequence[int]) -> None:
+        self.costs, self.section, self.group = costs, section, group
+        self.single = {name: [column[p] for p in group] for name, column in costs.sample_columns.items()}
+        self.stages = costs.stages_of(section)
+        self.at = [s.name for s in self.stages].index(section.name)
+        self.kinds = [_SubgroupRuns(self, k) for k in range(len(section.subgroups))]
+
+    def times(self, length: int) -> list[int]:
+        """Returns the ns of each run of `length` samples, INFEASIBLE_NS for one that is not dealt. Lengths
+        have to be asked for in ascending order."""
+        count = len(self.group) - length + 1
+        if any(kind.deals_in_turns(length) and not kind.period for kind in self.kinds):
+            runs = [tuple(self.group[i : i + length]) for i in range(count)]
+            dealt = self.costs.price_dealt(self.section, runs)
+            return [INFEASIBLE_NS if d is None else d.total_ns for d in dealt]
+        best, own = [INFEASIBLE_NS] * count, [INFEASIBLE_NS] * count
+        for kind in self.kinds:
+            if (by_stage := kind.times(length)) is None:
+                continue
+            total = by_stage[0] if len(by_stage) == 1 else list(map(sum, zip(*by_stage, strict=True)))
+            own = [
+                new if ns < least else old
+                for new, ns, least, old in zip(by_stage[self.at], total, best, own, strict=True)
+            ]
+            best = list(map(min, best, total))
+        if 1 < length <= self.section.micro_batch:
+            columns = self.join_columns(range(length))
+            divided = [map(int.__add__, *self.costs.times_of_columns(s, columns, count)) for s in self.stages]
+            own = [
+                ns if least < sum(all_ranks) else INFEASIBLE_NS
+                for ns, least, *all_ranks in zip(own, best, *divided, strict=True)
+            ]
+        return own
+
+    def join_columns(self, distances: Sequence[int]) -> SizeColumns:
+        """Returns the symbol values of the micro-batches with a sample at each of these distances from their
+        first one, `distances[0]` being 0, by place of the first one in the group."""
+        joined: SizeColumns = self.single
+        for d in distances[1:]:
+            joined = self.costs.join_columns(joined, {n: column[d:] for n, column in self.single.items()})
+        return joined
+
+
+class _SubgroupRuns:
+    """Runs that are dealt to the subgroups of one size, the `index`-th that each stage lists."""
+
+    def __init__(self, runs: DealtRuns, index: int) -> None:
+        self.runs, self.costs = runs, runs.costs
+        self.subgroups = [s.subgroups[index] for s in runs.stages]
+        self.count = runs.section.mesh.cp // self.subgroups[0].ranks
+        order = self.costs.subgroup_prices(runs.stages[0], self.subgroups[0].ranks).order
+        self.places = [order[p] for p in runs.group]
+        self.period = _period(self.places)
+        self.part_times: dict[tuple[int, ...], list[TimeColumns]] = {}
+        # by stage, what the slowest sample takes of each run of `_length` samples
+        self._length, self._slowest = 1, self._price_parts((0,))
+
+    def deals_in_turns(self, length: int) -> bool:
+        """Whether some subgroup gets several samples of a run."""
+        return self.count < length <= self.runs.section.micro_batch * self.count
+
+    def times(self, length: int) -> list[list[int]] | None:
+        """Returns the ns of each run by stage, at least INFEASIBLE_NS for one that does not fit; None where
+        a run has too few or too many samples."""
+        if 1 < length <= self.count:
+            slowest = self._slowest_samples(length)
+        elif self.deals_in_turns(length):
+            slowest = self._slowest_parts(length)
+        else:
+            return None
+        return [list(map(int.__add__, *columns)) for columns in slowest]
+
+    def _slowest_samples(self, length: int) -> list[TimeColumns]:
+        for last in range(self._length, length):
+            self._slowest = [
+                (list(map(max, forward, one[0][last:])), list(map(max, backward, one[1][last:])))
+                for (forward, backward), one in zip(self._slowest, self._price_parts((0,)), strict=True)
+            ]
+        self._length = length
+        return self._slowest
+
+    def _slowest_parts(self, length: int) -> list[TimeColumns]:
+        runs = len(self.places) - length + 1
+        found: list[TimeColumns] = [([0] * runs, [0] * runs) for _ in self.subgroups]
+        for first in range(min(self.period, runs)):
+            order = sorted(range(length), key=self.places[first : first + length].__getitem__)
+            parts = [sorted(part) for part in deal_in_turns(order, self.count) if part]
+            priced = [self._price_parts(tuple(d - part[0] for d in part)) for part in parts]
+            for stage, columns in enumerate(found):
+                for way, column in enumerate(columns):
+                    column[first :: self.period] = map(
+                        max,
+                        *(
+                            times[stage][way][first + part[0] : part[0] + runs : self.period]
+                            for part, times in zip(parts, priced, strict=True)
+                        ),
+                    )
+        return found
+
+    def _price_parts(self, distances: tuple[int, ...]) -> list[TimeColumns]:
+        """Returns the ns of parts with samples at these distances by stage, by the place of the first one;
+        forward takes INFEASIBLE_NS where a part does not fit."""
+        if distances not in self.part_times:
+            columns = self.runs.join_columns(distances)
+            count = len(self.places) - distances[-1]
+            self.part_times[distances] = [
+                self._price_columns(stage, subgroup, columns, count, len(distances))
+                for stage, subgroup in zip(self.runs.stages, self.subgroups, strict=True)
+            ]
+        return self.part_times[distances]
+
+    def _price_columns(
+        self, stage: Section, subgroup: SubgroupCost, columns: SizeColumns, count: int, samples: int
+    ) -> TimeColumns:
+        own = replace(stage, cost=subgroup.cost)
+        forward, backward = self.costs.times_of_columns(own, columns, count)
+        saved = self.costs.saved_bytes_of_columns(own, columns, count)
+        forward = [
+            ns if size <= stage.subgroup_bytes else INFEASIBLE_NS
+            for ns, size in zip(forward, saved, strict=True)
+        ]
+        if stage.micro_batch_tokens and samples > 1:
+            tokens = self.costs.token_counts(stage, columns, count)
+            forward = [
+                ns if n <= stage.micro_batch_tokens else INFEASIBLE_NS
+                for ns, n in zip(forward, tokens, strict=True)
+            ]
+        return forward, backward
+
+
+def _period(places: Sequence[int]) -> int:
+    """Returns after how many places runs have their samples in the same order of time again: 1 where samples
+    are sorted, 2 where the longest and the shortest left alternate, 0 for any other order."""
+    if _is_sorted(places) or _is_sorted(places[::-1]):
+        return 1
+    even, odd = places[::2], places[1::2]
+    alternates = max(even) < min(odd) or max(odd) < min(even)
+    sorted_apart = (_is_sorted(even) or _is_sorted(even[::-1])) and (_is_sorted(odd) or _is_sorted(odd[::-1]))
+    return 2 if alternates and sorted_apart else 0
+
+
+def _is_sorted(places: Sequence[int]) -> bool:
+    return all(a < b for a, b in pairwise(places))
