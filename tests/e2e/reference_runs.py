@@ -110,17 +110,18 @@ def list_rounded_differences(
 
 
 class ReferencedModel:
-    """A model file, captured once for each dtype, and its references."""
+    """A model file, captured once for each dtype, and its references. pack: whether plans lay samples side by
+    side; references pad them."""
 
-    def __init__(self, name: str, folder: Path, steps: int) -> None:
-        self.folder, self.steps = folder, steps
+    def __init__(self, name: str, folder: Path, steps: int, pack: str = "never") -> None:
+        self.folder, self.steps, self.pack = folder, steps, pack
         self.path = write_named_recording_model(name, folder)
         self.compiled = cache(self._compiled)
         self._layer_cache = cache(lambda dtype: LayerCaptureCache())
         self.reference = cache(self._reference)
 
     def _compiled(self, dtype: str) -> CompiledPlan:
-        return compile_model(self.path, CompileOptions(cluster="local:2", dtype=dtype))
+        return compile_model(self.path, CompileOptions(cluster="local:2", dtype=dtype, pack=self.pack))
 
     def _reference(self, dtype: str, global_batch: int) -> TrainingResult:
         if dtype:

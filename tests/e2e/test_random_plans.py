@@ -23,6 +23,7 @@ from tests.e2e.random_plans import RunOutcome, draw_random_plan, try_plan
 from tests.e2e.reference_runs import ReferencedModel
 
 NAMES = ("nano", "llava_tiny", "qwen_distil", "whisper_tiny", "video_llava", "blip2", "gemma3", "t5", "bamba")
+PACKED = ("llama", "mistral", "gemma3_text")  # samples side by side in one row
 EXPERTS = {"qwen3_moe": 4, "deepseek_v3": 4, "listed_experts": 4, "early_exit": 4, "moe_distil": 4}
 STEPS = 2
 DTYPES = ("", "", "", "bf16")
@@ -32,12 +33,13 @@ SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)  # a run takes seconds
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(4 * 3600)
-@pytest.mark.parametrize("name", [*NAMES, *EXPERTS])
+@pytest.mark.parametrize("name", [*NAMES, *EXPERTS, *(f"packed {name}" for name in PACKED)])
 def test_many_random_plans_train_exactly(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    model = ReferencedModel(name, tmp_path, STEPS)
+    packs, _, written = name.rpartition(" ")
+    model = ReferencedModel(written, tmp_path, STEPS, "always" if packs else "never")
     sections = model.compiled("").plan.user_sections
     count, first = (
-        request.config.getoption("plans") // (len(NAMES) + len(EXPERTS)),
+        request.config.getoption("plans") // (len(NAMES) + len(EXPERTS) + len(PACKED)),
         request.config.getoption("hypothesis_seed") or 0,
     )
     axis = request.config.getoption("axis")
