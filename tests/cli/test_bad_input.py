@@ -23,6 +23,10 @@ REFUSED = [
     ("reads_block_value", ["reads_block_value.py:", "what to do"]),
     ("ends_process", ["ends_process.py:18", "SystemExit: 0", "what to do"]),
     ("wrong_width", ["wrong_width.py:13", "fails in plain PyTorch too", "what to do"]),
+    (
+        "joined_frames",
+        ["joined_frames.py:", "joined along dim 0", "sound [", "write `collate(samples) -> dict`"],
+    ),
     ("mixup", ["mixup.py:", "mixes the samples of a batch", "aten.randperm", "what to do"]),
 ]
 
