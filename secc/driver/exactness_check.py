@@ -137,25 +137,28 @@ def _why_not_evaluable(compiled: CompiledPlan, model: nn.Module) -> str:
 
 
 def _check_other_plans(compiled: CompiledPlan, error: UserError) -> CompiledPlan:
-    """Compiles and checks plans that rest on fewer assumptions than the one that the check refused with
-    `error`; returns the first exact one. Raises `error` if there is none."""
-    for options in _more_careful_options(compiled, error):
+    """Compiles and checks other plans than the one that the check refused with `error`; returns the first
+    exact one. Raises `error` if there is none."""
+    for options in _other_options(compiled, error):
         with suppress(UserError):
             checked = check_exactness(compile_model(compiled.user.path, options))
-            widened = options.widths != compiled.options.widths
-            return _add_checks(checked, {"widths": WidthsReason.AFFECTED.value}) if widened else checked
+            if options.widths == compiled.options.widths:
+                return checked
+            reason = WidthsReason.AFFECTED if options.widths == "global" else WidthsReason.NEEDED
+            return _add_checks(checked, {"widths": reason.value})
     raise error
 
 
-def _more_careful_options(compiled: CompiledPlan, error: UserError) -> Iterator[CompileOptions]:
+def _other_options(compiled: CompiledPlan, error: UserError) -> Iterator[CompileOptions]:
     """Yields options for other plans, but for what the user chose: for an inexact plan with all micro-batches
     padded to the widths of the global batch, because the probe of padding can miss lengths that reach the
-    loss only sometimes, as with a strided convolution; then without stages, for which the model was captured
-    by layers."""
+    loss only sometimes, as with a strided convolution; for a plan that fails at those widths without padding,
+    because forward may compute the one width that fits a sample, as the sum of its durations; then without
+    stages, for which the model was captured by layers."""
     options = compiled.options
     inexact = isinstance(error, InexactPlan)
-    if inexact and compiled.plan.widths != "global" and options.widths == "auto":
-        yield dataclasses.replace(options, widths="global")
+    if options.widths == "auto" and inexact == (compiled.plan.widths == "own"):
+        yield dataclasses.replace(options, widths="global" if inexact else "own")
     pinned = {pin.partition("=")[0] for pin in options.set}
     staged = {f"{name}.pp" for name, stages in compiled.plan.pipelines.items() if len(stages) > 1}
     found = tuple(TakenBack(choice, error.message, error.where) for choice in sorted(staged - pinned))

@@ -181,6 +181,11 @@ def test_python_may_pad_the_narrower_of_two_inputs() -> None:
     assert made.dumps[0][1].count("sec.case") == 3 and "notes" not in made.plan.checks
 
 
+def test_a_width_that_forward_computes_from_durations_is_each_micro_batch_s_own() -> None:
+    plan = compiled("repeated_phonemes").plan
+    assert plan.widths == "own" and str(plan.checks["widths"]).startswith("forward refuses wider batches")
+
+
 NAMES = ["listed", "boxes", "per_sample", "kept", "chunked_loss", "task_heads"]
 MORE_NAMES = [
     "weighted_tasks",
@@ -193,6 +198,7 @@ MORE_NAMES = [
     "trimmed_rows",
     "padded_pairs",
     "one_codebook",
+    "repeated_phonemes",
 ]
 
 
