@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -41,7 +41,7 @@ from secc.alloc.refine import prefetch_memory
 from secc.alloc.refine.dealt_sections import DealtPlan, choose_dealing
 from secc.alloc.refine.in_flight_limits import in_flight_limit, subgroup_limit
 from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
-from secc.alloc.refine.schedule_evaluation import PlanEvaluator
+from secc.alloc.refine.schedule_evaluation import KnownEvaluations, PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory
 from secc.cluster import GIB, Cluster, parse_cluster
 from secc.cost.model.memory import layer_bytes
@@ -60,6 +60,7 @@ SAMPLES_PER_RANK = 8  # of the global batch, where none is given
 # that take more than so many times the best plan's work with all samples divided are not priced.
 UNEVEN_PERMILLE = 2000
 MOST_DEALT_RATIO = 1.5
+RESERVED_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)  # of memory, where drawn batches need more than mean ones
 MULTI_RANK_MARGIN = (
     1 / 128
 )  # replicas of several ranks must be faster by more than this share, or fit where others do not
@@ -68,13 +69,18 @@ MULTI_RANK_MARGIN = (
 @dataclass(frozen=True)
 class SolvedAllocation:
     """An allocation problem with the solver's answer. `run_ahead`: bytes that a rank keeps for the next step,
-    None if not given."""
+    None if not given. `known`: what is known of plans by simulation, for all problems of the same work."""
 
     work: Workload
     problem: Problem
     solution: Solution
     pins: Pins
     run_ahead: int | None
+    known: KnownEvaluations = field(default_factory=KnownEvaluations, compare=False, repr=False)
+
+    def make_evaluator(self) -> PlanEvaluator:
+        """Returns the evaluator of this problem's plans."""
+        return PlanEvaluator(self.work, self.problem, self.run_ahead, self.known)
 
 
 @dataclass(frozen=True)
@@ -123,9 +129,9 @@ class Allocate(ModulePass):
     def _choose_plan(self, solved: SolvedAllocation) -> tuple[SolvedAllocation, RefinedPlan, dict[str, Any]]:
         """The best plan by simulation, of problems with and without activations in host memory and dealt
         samples; with its problem, and facts about how it was found."""
-        won = self.refine_solution(solved)
+        won = self._refine_within_memory(solved)
         if (offloading := self._solve_with_host_memory(solved, won)) is not None:
-            other = self.refine_solution(offloading)
+            other = self._refine_within_memory(offloading)
             if other.evaluation.fits and other.evaluation.time_ns < won.evaluation.time_ns:
                 solved, won = offloading, other
         dealt = self._choose_dealing(solved, won)
@@ -134,7 +140,7 @@ class Allocate(ModulePass):
             solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
             if solution is not None:
                 priced = replace(solved, problem=asked, solution=solution)
-                other = self._choose_dealing(priced, self.refine_solution(priced))
+                other = self._choose_dealing(priced, self._refine_within_memory(priced))
                 steps = dealt.refined.evaluation.time_ns, other.refined.evaluation.time_ns
                 if other.refined.evaluation.fits and (
                     steps[1] < steps[0] or not dealt.refined.evaluation.fits
@@ -159,8 +165,7 @@ class Allocate(ModulePass):
     def _choose_dealing(self, solved: SolvedAllocation, won: RefinedPlan) -> DealtPlan:
         """The plan with the shortest way to deal samples to ranks of cp."""
         ranks = assign_ranks(solved.problem, won.assignment)
-        evaluator = PlanEvaluator(solved.work, solved.problem, solved.run_ahead)
-        return choose_dealing(evaluator, won, ranks, solved.pins, MULTI_RANK_MARGIN)
+        return choose_dealing(solved.make_evaluator(), won, ranks, solved.pins, MULTI_RANK_MARGIN)
 
     def _price_as_dealt(self, solved: SolvedAllocation) -> Problem | None:
         """The problem in which sections with cp deal their samples; None where that is not worth a second
@@ -233,13 +238,35 @@ class Allocate(ModulePass):
         solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
         if solution is None or solution.time_ns >= solved.solution.time_ns:
             return None
-        return replace(solved, work=work, problem=asked, solution=solution)
+        return SolvedAllocation(work, asked, solution, solved.pins, solved.run_ahead)
+
+    def _refine_within_memory(self, solved: SolvedAllocation) -> RefinedPlan:
+        """The best plan by simulation. Where batches need more memory than closed forms say in all plans that
+        were tried, the search starts again from plans that closed forms put further below the limit; the
+        last plan that was found, if none of them fits."""
+        won, asked = self.refine_solution(solved), solved.problem
+        for share in () if won.evaluation.fits or asked.deadline is not None else RESERVED_SHARES:
+            tight = replace(
+                asked,
+                capacity=round(asked.capacity * (1 - share)),
+                pools=tuple(replace(p, capacity=round(p.capacity * (1 - share))) for p in asked.pools),
+            )
+            if (solution := solve_allocation(tight, margin=MULTI_RANK_MARGIN)) is None:
+                break
+            other = self.refine_solution(replace(solved, solution=solution))
+            if other.evaluation.fits:
+                return other
+        return won
 
     def refine_solution(self, solved: SolvedAllocation) -> RefinedPlan:
         """The best plan by simulation with the scheduler, among the solver's plan and its neighbours."""
-        asked, trial = solved.problem, PlanEvaluator(solved.work, solved.problem, solved.run_ahead)
+        asked = solved.problem
         return refine_by_simulation(
-            trial, asked, solved.solution.assignment, partial(assign_ranks, asked), MULTI_RANK_MARGIN
+            solved.make_evaluator(),
+            asked,
+            solved.solution.assignment,
+            partial(assign_ranks, asked),
+            MULTI_RANK_MARGIN,
         )
 
     def _reuse_known_plan(self, graph: GraphOp) -> tuple[SolvedAllocation, RefinedPlan, float] | None:

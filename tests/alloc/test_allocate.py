@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 
 from secc import pass_pipeline
 from secc.alloc.explain import plan_choices
+from secc.alloc.problem.closed_form import evaluate_assignment
+from secc.alloc.refine.local_search import RefinedPlan
+from secc.alloc.refine.schedule_evaluation import Evaluation
 from secc.codegen.plan_builder import attribute_value
 from secc.errors import ImpossibleChoice, UserError
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io import module_text
-from secc.passes.allocate import Allocate
+from secc.passes.allocate import Allocate, SolvedAllocation
 
 VLM = Path(__file__).parents[1] / "passes" / "allocate_vlm.mlir"
 
@@ -520,3 +524,26 @@ def test_host_memory_has_a_limit(tmp_path: Path) -> None:
         allocate_model(model, **options)
     with pytest.raises(UserError, match="would keep 44\\.70 GiB in host memory, and it can use 30\\.00"):
         allocate_model(model, **options, set=("lm.offload=optimizer", "lm.tp=1", "lm.pp=1"))
+
+
+@pytest.mark.parametrize(("share", "fits"), [(0.8, True), (0.0, False)])
+def test_plans_that_fit_by_mean_samples_only_are_replaced(
+    monkeypatch: pytest.MonkeyPatch, share: float, fits: bool
+) -> None:
+    """Drawn batches need more memory than closed forms say, here in all plans that take more than `share` of
+    what the solver's best one takes."""
+    allocate = Allocate(cluster="1x3xcpu", global_batch=16)
+    solved = allocate.solve_closed_form(graph_of(module_text.parse_module(VLM.read_text())))
+
+    def memory_bytes(found: SolvedAllocation) -> int:
+        return max(evaluate_assignment(found.problem, found.solution.assignment).memory.values())
+
+    solved = replace(solved, problem=replace(solved.problem, capacity=memory_bytes(solved)))
+    most = share * memory_bytes(solved)
+
+    def refine_solution(_: Allocate, found: SolvedAllocation) -> RefinedPlan:
+        evaluation = Evaluation(found.solution.time_ns, memory_bytes(found) <= most, 1)
+        return RefinedPlan(found.solution.assignment, evaluation, found.solution.time_ns, 1)
+
+    monkeypatch.setattr(Allocate, "refine_solution", refine_solution)
+    assert allocate._refine_within_memory(solved).evaluation.fits == fits

@@ -50,6 +50,7 @@ def choose_dealing(
                 evaluator.work,
                 replace(problem, sections={**problem.sections, section: tuple(candidates)}),
                 evaluator.run_ahead,
+                evaluator.known,
             )
             evaluation = tried.evaluate(won.assignment, ranks)
             if evaluation.fits:

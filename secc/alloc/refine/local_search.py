@@ -40,6 +40,7 @@ from secc.alloc.problem.types import Assignment, Candidate, Problem, exclude_can
 from secc.alloc.refine.schedule_evaluation import (
     MIN_PARALLEL_TASKS,
     Evaluation,
+    EvaluationRequest,
     GroupRanks,
     PlanEvaluator,
     mean_evaluation,
@@ -69,9 +70,8 @@ LOAD_RESOLUTION = 32  # loads are counted in units of 1/32 of the step; smaller 
 
 
 PlanKey = tuple[tuple[int, ...], tuple[str, ...]]
-EvaluationRequest = tuple[Assignment, int | None]  # a plan and the index of a batch, None for an estimate
-EvaluateOne = Callable[[EvaluationRequest], Evaluation]
-EvaluateMany = Callable[[Sequence[EvaluationRequest]], list[Evaluation]]
+BatchRequest = tuple[Assignment, int | None]  # a plan and the index of a batch, None for an estimate
+EvaluateRequests = Callable[[Sequence[BatchRequest]], list[Evaluation]]
 
 
 @dataclass(frozen=True)
@@ -99,19 +99,27 @@ def refine_by_simulation(
     """
     neighbourhood, first_plans = _solve_without_rounds(problem, best, margin)
 
-    def evaluate_request(item: EvaluationRequest) -> Evaluation:
-        a, batch = item
-        ranks = hand_out(a)
+    def evaluate_request(request: EvaluationRequest) -> Evaluation:
+        a, ranks, batch = request
         return (
             evaluator.estimate(a, ranks)
             if batch is None
             else evaluator.evaluate_batch(a, ranks, evaluator.batches[batch])
         )
 
-    with process_map.process_mapper(evaluate_request) as evaluate_many:
-        return _LocalSearch(evaluator, problem, neighbourhood, margin, evaluate_request, evaluate_many).run(
-            first_plans
-        )
+    with process_map.process_mapper(evaluate_request) as evaluate_in_parallel:
+
+        def evaluate_here(requests: Sequence[BatchRequest]) -> list[Evaluation]:
+            return evaluator.recall(
+                [(a, hand_out(a), batch) for a, batch in requests], lambda new: [*map(evaluate_request, new)]
+            )
+
+        def evaluate_on_all_cores(requests: Sequence[BatchRequest]) -> list[Evaluation]:
+            return evaluator.recall([(a, hand_out(a), batch) for a, batch in requests], evaluate_in_parallel)
+
+        return _LocalSearch(
+            evaluator, problem, neighbourhood, margin, evaluate_here, evaluate_on_all_cores
+        ).run(first_plans)
 
 
 def _solve_without_rounds(
@@ -136,7 +144,7 @@ class _LocalSearch:
     evaluations[plan]: results on the first batch, or on all.
     lighter_plans: number of plans estimated because their busiest ranks have less to do.
     neighbourhood: the problem that new candidates come from.
-    evaluate_one, evaluate_many: run one request here, or several on all cores.
+    evaluate_here, evaluate_on_all_cores: run requests in this process, or on all cores.
     """
 
     def __init__(
@@ -145,11 +153,12 @@ class _LocalSearch:
         problem: Problem,
         neighbourhood: Problem,
         margin: float,
-        evaluate_one: EvaluateOne,
-        evaluate_many: EvaluateMany,
+        evaluate_here: EvaluateRequests,
+        evaluate_on_all_cores: EvaluateRequests,
     ) -> None:
         self.evaluator, self.problem, self.neighbourhood = evaluator, problem, neighbourhood
-        self.margin, self.evaluate_one, self.evaluate_many = margin, evaluate_one, evaluate_many
+        self.margin = margin
+        self.evaluate_here, self.evaluate_on_all_cores = evaluate_here, evaluate_on_all_cores
         self.evaluated: list[Assignment] = []
         self.estimates: dict[PlanKey, Evaluation] = {}
         self.evaluations: dict[PlanKey, list[Evaluation]] = {}
@@ -261,16 +270,16 @@ class _LocalSearch:
             ),
         ]
 
-    def _evaluate_requests(self, requests: Sequence[EvaluationRequest]) -> list[Evaluation]:
+    def _evaluate_requests(self, requests: Sequence[BatchRequest]) -> list[Evaluation]:
         """Evaluates requests, on all cores if their schedules have enough tasks."""
         tasks = max(
             (evaluation.tasks for evaluation in self.estimates.values()),
             default=2 * len(self.evaluator.batches[0]) * len(self.candidates_by_ranks),
         )
         return (
-            self.evaluate_many(requests)
+            self.evaluate_on_all_cores(requests)
             if tasks * len(requests) >= MIN_PARALLEL_TASKS
-            else [*map(self.evaluate_one, requests)]
+            else self.evaluate_here(requests)
         )
 
     # -- what a plan is worth

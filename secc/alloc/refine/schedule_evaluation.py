@@ -78,6 +78,8 @@ MAX_DRAWN_BATCHES, MAX_DRAWN_SAMPLES = 4, 2048  # for an evaluation; few suffice
 
 GroupRanks = Mapping[str, Sequence[int]]  # ranks by group
 BatchSamples = Sequence[SampleMeta]
+# a plan, its ranks, and the index of a batch, None for an estimate
+EvaluationRequest = tuple[Assignment, GroupRanks, int | None]
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,16 @@ def _put_typical_first(work: Workload, batches: Sequence[BatchSamples]) -> Seque
     return [batches[typical], *batches[:typical], *batches[typical + 1 :]]
 
 
+# Candidate of each section, group of each section, ranks of each group, index of a batch (None: an estimate).
+EvaluatedPlan = tuple[
+    tuple[tuple[str, Candidate], ...],
+    tuple[tuple[str, str], ...],
+    tuple[tuple[str, tuple[int, ...]], ...],
+    int | None,
+]
+KnownEvaluations = dict[EvaluatedPlan, Evaluation]
+
+
 def mean_evaluation(steps: Sequence[Evaluation]) -> Evaluation:
     """Mean over several batches; fits if all fit."""
     return Evaluation(
@@ -135,11 +147,19 @@ class PlanEvaluator:
     lists none.
 
     `run_ahead`: bytes that frozen sections may keep for the next step, None for what memory allows
-    (`secc.alloc.refine.prefetch_memory`).
+    (`secc.alloc.refine.prefetch_memory`). `known`: evaluations of plans of the same work, which problems with
+    other candidates or prices share; `recall` adds to them.
     """
 
-    def __init__(self, work: Workload, problem: Problem, run_ahead: int | None = 0) -> None:
+    def __init__(
+        self,
+        work: Workload,
+        problem: Problem,
+        run_ahead: int | None = 0,
+        known: KnownEvaluations | None = None,
+    ) -> None:
         self.work, self.problem, self.run_ahead = work, problem, run_ahead
+        self.known: KnownEvaluations = {} if known is None else known
         count = max(1, min(MAX_DRAWN_BATCHES, MAX_DRAWN_SAMPLES // work.global_batch))
         drawn = drawn_samples.draw_batches(work.graph, work.global_batch, count)
         self.batches = _put_typical_first(work, drawn) if drawn else [_mean_samples_batch(work)]
@@ -149,10 +169,36 @@ class PlanEvaluator:
         """Mean evaluation over all batches."""
         stages = sum(self.problem.sections[s][i].shape.stages for s, i in assignment.choice.items())
         tasks = 2 * stages * sum(map(len, self.batches))
-        map_batches = process_map.map_in_processes if tasks >= MIN_PARALLEL_TASKS else map
+        map_requests = process_map.map_in_processes if tasks >= MIN_PARALLEL_TASKS else map
         return mean_evaluation(
-            [*map_batches(lambda batch: self.evaluate_batch(assignment, ranks, batch), self.batches)]
+            self.recall(
+                [(assignment, ranks, i) for i in range(len(self.batches))],
+                lambda requests: [
+                    *map_requests(
+                        lambda r: self.evaluate_batch(r[0], r[1], self.batches[r[2] or 0]), requests
+                    )
+                ],
+            )
         )
+
+    def recall(
+        self,
+        requests: Sequence[EvaluationRequest],
+        evaluate: Callable[[Sequence[EvaluationRequest]], Sequence[Evaluation]],
+    ) -> list[Evaluation]:
+        """Returns the evaluations of requests; calls `evaluate` with those that are not known yet."""
+        keys: list[EvaluatedPlan] = [
+            (
+                tuple((s, cs[a.choice[s]]) for s, cs in self.problem.sections.items()),
+                tuple(a.group.items()),
+                tuple((group, tuple(own)) for group, own in ranks.items()),
+                batch,
+            )
+            for a, ranks, batch in requests
+        ]
+        new = {k: request for k, request in zip(keys, requests, strict=True) if k not in self.known}
+        self.known |= zip(new, evaluate([*new.values()]) if new else (), strict=True)
+        return [self.known[k] for k in keys]
 
     def estimate(self, assignment: Assignment, ranks: GroupRanks) -> Evaluation:
         """Evaluation on the first batch with the first order that the scheduler finds; takes a small part

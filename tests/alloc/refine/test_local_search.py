@@ -117,7 +117,7 @@ def test_an_overloaded_section_gets_ranks(overloaded: str, other: str) -> None:
     search.evaluated = [even]
     key = tuple(even.choice.values()), tuple(even.group.values())
     search.estimates[key] = Evaluation(10**9, True, 64, {overloaded: 990_000_000, other: 300_000_000})
-    search.evaluate_one = lambda _: Evaluation(10**9, True, 64)
+    search.evaluate_here = lambda requests: [Evaluation(10**9, True, 64)] * len(requests)
     assert search._estimate_lighter_plans(even)
     for found in search.evaluated[1:]:
         ranks = {s: asked.sections[s][i].ranks for s, i in found.choice.items()}
@@ -246,6 +246,7 @@ def test_a_plan_that_does_not_fit_on_later_batches_does_not_win(monkeypatch: pyt
         return replace(found, fits=a != first.assignment or batch is self.batches[0])
 
     monkeypatch.setattr(PlanEvaluator, "evaluate_batch", fuller)
+    evaluator.known.clear()
     second = refined()
     assert second.evaluation.fits and second.assignment != first.assignment
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -11,7 +13,7 @@ from secc.alloc.problem.build_problem import build_problem
 from secc.alloc.problem.candidates import update_times
 from secc.alloc.problem.pins import parse_pins
 from secc.alloc.problem.types import Assignment
-from secc.alloc.refine.schedule_evaluation import PlanEvaluator
+from secc.alloc.refine.schedule_evaluation import Evaluation, EvaluationRequest, PlanEvaluator
 from secc.bounds.traffic import Traffic
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.parameters.reduction_times import TimedReduction
@@ -60,3 +62,32 @@ def test_the_evaluated_step_is_the_simulated_one(
     step = simulate(plan, batch, emit_candidate(find_candidate(plan, batch)), traffic)
     evaluated = evaluator.evaluate_batch(assignment, hand_out_ranks(asked, assignment), batch)
     assert evaluated.time_ns - work.cluster.device.overheads.step_ns(len(batch)) == step.end
+
+
+def test_a_plan_is_evaluated_once_in_all_problems_of_the_same_work() -> None:
+    """Candidates may have other numbers in another problem; with another price they are other plans."""
+    work, _ = staged_problem(8)
+    asked = build_problem(work, 8, "apart", parse_pins(["lm.pp=2", "lm.tp=1"], work.loads))
+    evaluated: list[EvaluationRequest] = []
+
+    def evaluate(requests: Sequence[EvaluationRequest]) -> list[Evaluation]:
+        evaluated.extend(requests)
+        return [Evaluation(1000 + len(evaluated), True, 1)] * len(requests)
+
+    plan = Assignment({"vision": 0, "lm": 1}, GROUPS)
+    ranks = {"vision": [6, 7], "lm": [*range(6)]}
+    first = PlanEvaluator(work, asked)
+    known = first.recall([(plan, ranks, None), (plan, ranks, 0)], evaluate)
+    assert len(evaluated) == 2
+    turned = replace(asked, sections={s: cs[::-1] for s, cs in asked.sections.items()})
+    same = Assignment(
+        {"vision": len(asked.sections["vision"]) - 1, "lm": len(asked.sections["lm"]) - 2}, GROUPS
+    )
+    second = PlanEvaluator(work, turned, known=first.known)
+    assert second.recall([(same, ranks, None), (same, ranks, 0)], evaluate) == known and len(evaluated) == 2
+    assert second.recall([(same, ranks, 1)], evaluate) != known[1:] and len(evaluated) == 3
+    lm = asked.sections["lm"]
+    dearer = (lm[0], replace(lm[1], time_ns=2 * lm[1].time_ns), *lm[2:])
+    third = PlanEvaluator(work, replace(asked, sections={**asked.sections, "lm": dearer}), known=first.known)
+    third.recall([(plan, ranks, 0)], evaluate)
+    assert len(evaluated) == 4
