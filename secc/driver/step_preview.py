@@ -2,8 +2,8 @@
 
 A plan's prediction rests on closed forms; the simulation runs the schedule that the ranks would run, with
 samples of the dataset's sizes. Sample numbers count the drawn samples, not indices of the dataset, which is
-not read again. Steps with very many computations are left to `secc simulate`, so that compilation stays
-quick.
+not read again. Steps with many computations have no drawing and no trace, which would be large files, and those
+with very many are left to `secc simulate`, so that compilation stays quick.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from secc.simulate.steady_state import steady_state_steps
 from secc.simulate.step_figures import make_step_figures
 from secc.simulate.step_measures import measure_step
 
-MAX_SIMULATED_COMPUTATIONS = 10_000  # computations of all ranks in a step that is simulated here
+# Computations of all ranks in a step that is simulated here (150,000 take about 6 s), and that is drawn, too.
+MAX_SIMULATED_COMPUTATIONS, MAX_DRAWN_COMPUTATIONS = 150_000, 10_000
 TRACE_FILE = "trace.json"
 TRACE_NOTE = "one simulated step; samples are numbered as drawn from the dataset's sizes, not by the dataset"
 
@@ -38,7 +39,7 @@ TRACE_NOTE = "one simulated step; samples are numbered as drawn from the dataset
 @dataclass(frozen=True)
 class StepPreview:
     """The plan with the simulated step in its prediction, the figures for the report, and further files of
-    the plan directory; without figures and files if nothing was simulated."""
+    the plan directory; without figures and files if nothing was drawn."""
 
     plan: Plan
     figures: StepFigures | None
@@ -48,11 +49,13 @@ class StepPreview:
 def preview_step(compiled: CompiledPlan) -> StepPreview:
     """Simulates one step of a compiled plan.
 
-    Nothing is simulated without statistics of samples, or with more than MAX_SIMULATED_COMPUTATIONS.
+    Nothing is simulated without statistics of samples, or with more than MAX_SIMULATED_COMPUTATIONS; nothing
+    is drawn with more than MAX_DRAWN_COMPUTATIONS.
     """
     graph = graph_of(compiled.module)
     plan = add_sample_cost(compiled.plan, graph)
-    if sum(count_computations(plan, s) for s in plan.sections) > MAX_SIMULATED_COMPUTATIONS:
+    computations = sum(count_computations(plan, s) for s in plan.sections)
+    if computations > MAX_SIMULATED_COMPUTATIONS:
         return StepPreview(plan, None, {})
     step = simulate_drawn_step(plan, graph)
     if step is None:
@@ -61,9 +64,10 @@ def preview_step(compiled: CompiledPlan) -> StepPreview:
         plan = _price_widths(plan, graph, step)
     if any(is_statistic(t.name) for t in plan.terms):
         plan = _note_first_pass(plan, graph, step)
-    return StepPreview(
-        add_simulated_step(plan, step), make_step_figures(step), {TRACE_FILE: format_trace(step)}
-    )
+    plan = add_simulated_step(plan, step)
+    if computations > MAX_DRAWN_COMPUTATIONS:
+        return StepPreview(plan, None, {})
+    return StepPreview(plan, make_step_figures(step), {TRACE_FILE: format_trace(step)})
 
 
 def _price_widths(plan: Plan, graph: GraphOp, step: SimulatedStep) -> Plan:

@@ -10,7 +10,7 @@ import pytest
 from secc.cli import main
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
-from secc.driver.step_preview import MAX_SIMULATED_COMPUTATIONS, count_computations, preview_step
+from secc.driver.step_preview import MAX_DRAWN_COMPUTATIONS, count_computations, preview_step
 from secc.runtime.monitoring.run_summary import SAMPLE_SECONDS_KEY
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -53,7 +53,12 @@ def test_sizes_that_values_decide_are_estimated_from_captures():
 
 def test_steps_of_very_many_computations_are_left_to_simulate(monkeypatch: pytest.MonkeyPatch):
     made = compiled("vocabulary.py")
-    assert 0 < sum(count_computations(made.plan, s) for s in made.plan.sections) < MAX_SIMULATED_COMPUTATIONS
+    assert 0 < sum(count_computations(made.plan, s) for s in made.plan.sections) < MAX_DRAWN_COMPUTATIONS
+    whole = preview_step(made)
+    monkeypatch.setattr("secc.driver.step_preview.MAX_DRAWN_COMPUTATIONS", 1)
+    undrawn = preview_step(made)
+    assert whole.figures and (undrawn.figures, undrawn.files) == (None, {})
+    assert undrawn.plan.prediction == whole.plan.prediction and "simulated" in whole.plan.prediction
     monkeypatch.setattr("secc.driver.step_preview.MAX_SIMULATED_COMPUTATIONS", 1)
     seen = preview_step(made)
     assert (seen.figures, seen.files) == (None, {})
