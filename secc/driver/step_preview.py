@@ -2,8 +2,8 @@
 
 A plan's prediction rests on closed forms; the simulation runs the schedule that the ranks would run, with
 samples of the dataset's sizes. Sample numbers count the drawn samples, not indices of the dataset, which is
-not read again. Steps with many computations have no drawing and no trace, which would be large files, and those
-with very many are left to `secc simulate`, so that compilation stays quick.
+not read again. Steps with many computations have no drawing and no trace, which would be large files, and
+those with very many are left to `secc simulate`, so that compilation stays quick.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from secc.cost.model.patterns_and_transfers import (
 )
 from secc.cost.model.recompute_cost import RECOMPUTED_LAYERS
 from secc.cost.model.section_cost import SectionCost, ops_in_section, section_cost
-from secc.cost.model.tp_pp_scaling import WHOLE_SECTION, StageShares, stage_shares
+from secc.cost.model.tp_pp_scaling import PARAMETER_COUNTS, WHOLE_SECTION, StageShares, stage_shares
 from secc.cost.model.zero3_cost import ParameterTransfers, weight_copies, zero3_collectives
 from secc.errors import UserError
 from secc.ir.analysis import sample_sizes
@@ -75,8 +75,20 @@ KEPT_GRADIENTS_SHARE = Fraction(11, 20)
 ExpectedMicroBatches = tuple[int, int, list[tuple[InputPattern, int, int]]]
 # (ns of all micro-batches, their number, ns of the longest forward, ns of the longest backward)
 BusiestReplica = tuple[int, int, int, int]
-# (section, shape, attention, shares of layers and time on a rank that is not one with most)
-RankLoadKey = tuple[str, ReplicaShape, str, tuple[Fraction, Fraction] | None]
+
+
+class RankShare(NamedTuple):
+    """What a rank of a pipeline has of a section: fractions of its layers and of its time, and whether it has
+    what lies before and behind the layers."""
+
+    layers: Fraction
+    time: Fraction
+    first: bool
+    last: bool
+
+
+# (section, shape, attention, share of the rank if it is not one with most)
+RankLoadKey = tuple[str, ReplicaShape, str, RankShare | None]
 
 
 class UpdateTimes(NamedTuple):
@@ -96,9 +108,9 @@ class SectionLoad:
     `backward_ns` maps each recompute mode to an expression. `shape` says how many ranks share a replica: cost
     and times are those of one of these ranks (by default the whole section). `spread` describes how the times
     of its samples differ. `end_shares` are the fractions of the section's time that pass before and behind
-    its layers, `stages` is what its stages have, `row_attention` how ranks of cp attend to each other's rows,
-    and `overlap` which sums over tp travel behind products. `mean_sizes` are those of a mean sample of the
-    most frequent pattern.
+    its layers, `outside` counts the parameters there (before, behind, both), `stages` is what its stages
+    have, `row_attention` how ranks of cp attend to each other's rows, and `overlap` which sums over tp travel
+    behind products. `mean_sizes` are those of a mean sample of the most frequent pattern.
     The `cached_*` fields memoise results of this module's functions.
     """
 
@@ -112,6 +124,7 @@ class SectionLoad:
     spread: SizeSpread = field(default_factory=SizeSpread)
     shape: ReplicaShape = WHOLE
     end_shares: tuple[Fraction, Fraction] = (Fraction(0), Fraction(0))
+    outside: tuple[Mapping[str, int], ...] = ()
     stages: StageShares = WHOLE_SECTION
     row_attention: str = "gather"
     overlap: str = "none"
@@ -146,11 +159,17 @@ class SectionLoad:
         """Share of samples for which the section is active."""
         return sum((p.share for p in self.active_patterns), Fraction(0))
 
-    def stage_shares(self, shape: ReplicaShape, stage: int | None = None) -> StageShares:
-        """What the stages of a replica of this shape have, as the rank of `stage` sees it, or by default the
-        ranks with most; `self` is the load of the whole section."""
-        shares = stage_shares(self.cost.layers, shape.pp, self.end_shares, shape.chunks, shape.placement)
-        return shares if stage is None else shares.of_rank(stages_on_rank(shape, stage))
+    def stage_shares(self, shape: ReplicaShape) -> StageShares:
+        """What the stages of a replica of this shape have; `self` is the load of the whole section."""
+        return stage_shares(self.cost.layers, shape.pp, self.end_shares, shape.chunks, shape.placement)
+
+    def share_of_stage(self, shape: ReplicaShape, stage: int) -> RankShare | None:
+        """What the ranks of a stage have of the section; None for the only stage."""
+        if shape.stages == 1:
+            return None
+        own = stages_on_rank(shape, stage)
+        stages = self.stage_shares(shape).of_rank(own)
+        return RankShare(stages.layers, stages.longest, 0 in own, shape.stages - 1 in own)
 
     def pass_ns(self, recompute: str) -> tuple[str, str]:
         """Expressions of a forward and a backward in ns, without what replicas exchange in them."""
@@ -274,11 +293,10 @@ class Workload:
         """Load of a section on one rank of its replicas of this shape (memoised): the rank of a `stage`, or
         by default the one with most to do. attention: how its ranks of cp attend to each other's rows; by
         default as is pinned, or faster."""
-        shares = None if stage is None or shape.stages == 1 else load.stage_shares(shape, stage)
-        key = load.name, shape, attention, shares and (shares.layers, shares.longest)
+        key = load.name, shape, attention, None if stage is None else load.share_of_stage(shape, stage)
         if key not in self.cached_rank_loads:
             self.cached_rank_loads[key] = (
-                compute_rank_load(load, shape, self.cluster, attention, shares)
+                compute_rank_load(load, shape, self.cluster, attention, stage)
                 if shape.offload != "optimizer"
                 else replace(
                     self.rank_load(load, shape._replace(offload="none"), attention, stage), shape=shape
@@ -365,7 +383,17 @@ def _build_section_load(
         load,
         spread=measure_spread(graph, active, f"{load.forward_ns} + {load.backward_ns['none']}"),
         end_shares=_shares_outside_layers(graph, load, cluster),
+        outside=_count_outside_layers(graph, load),
     )
+
+
+def _count_outside_layers(graph: GraphOp, load: SectionLoad) -> tuple[Mapping[str, int], ...]:
+    """Counts of the parameters before, behind and outside of a section's layers; empty without layers. Tied
+    ones are before and behind, and once outside."""
+    if load.cost.layers < 2:
+        return ()
+    costs = (section_cost(graph, load.section, part) for part in ("before", "behind", "outside"))
+    return tuple({key: getattr(cost, key) for key in PARAMETER_COUNTS} for cost in costs)
 
 
 def _shares_outside_layers(graph: GraphOp, load: SectionLoad, cluster: Cluster) -> tuple[Fraction, Fraction]:
@@ -397,14 +425,18 @@ def compute_rank_load(
     shape: ReplicaShape,
     cluster: Cluster,
     attention: str = "",
-    stages: StageShares | None = None,
+    stage: int | None = None,
 ) -> SectionLoad:
-    """Load of a section on one rank of its replicas of this shape, given the whole section's load. attention:
-    see `Workload.rank_load`. stages: with the shares of this rank, by default of those with most."""
+    """Load of a section on one rank of its replicas of this shape, given the whole section's load. attention,
+    stage: see `Workload.rank_load`."""
     device, mode = cluster.device, whole.mode
     tp, _, cp, ep, backward_parts, offload, chunks, _, norms, overlap = shape
-    stages = stages or whole.stage_shares(shape)
+    stages = whole.stage_shares(shape)
     undivided = replace(whole.cost, sequence_parallel=norms == "sequence")
+    share = None if stage is None else whole.share_of_stage(shape, stage)
+    if share is not None and stage is not None:
+        stages = stages.of_rank(stages_on_rank(shape, stage))
+        undivided = _move_to_ends(undivided, whole.outside, share)
     whole_rows = cost_with_expert_parts(undivided, tp, ep, stages)
     attention = cp_scaling.choose_row_attention(
         whole.cost,
@@ -469,6 +501,33 @@ def compute_rank_load(
         stages=stages,
         row_attention=attention,
         overlap=overlap,
+    )
+
+
+def _move_to_ends(cost: SectionCost, outside: Sequence[Mapping[str, int]], share: RankShare) -> SectionCost:
+    """The cost of a section in which the parts of a rank come out right if it takes its share of layers of
+    all: parameters before layers are on the first stage, and parameters and logits behind them on the last
+    one."""
+    counts: dict[str, int] = {}
+    if outside:
+        before, behind, both = outside
+        counts = {
+            key: getattr(cost, key)
+            - both[key]
+            + int((before[key] * share.first + behind[key] * share.last) / share.layers)
+            for key in both
+        }
+    if cost.logits_saved == "0":
+        return replace(cost, **counts)
+    logits = scale_expression(cost.logits_saved, share.last / share.layers) if share.last else "0"
+
+    def move(saved: str) -> str:
+        return f"{saved} - ({cost.logits_saved}) + {logits}"
+
+    recompute = {way: replace(costs, saved=move(costs.saved)) for way, costs in cost.recompute.items()}
+    saved, outside_saved = move(cost.saved), move(cost.outside_saved)
+    return replace(
+        cost, saved=saved, outside_saved=outside_saved, logits_saved=logits, recompute=recompute, **counts
     )
 
 

@@ -56,7 +56,7 @@ from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.runtime.plan.expr_eval import evaluate_expr
 
-SectionPart = Literal["whole", "before", "behind"]  # of a section; before and behind its layers
+SectionPart = Literal["whole", "before", "behind", "outside"]  # of a section, by its layers
 
 # Assumed exponent of Zipf's law for the loads of experts: the busiest of 8 parts of 128 experts then gets 1.2
 # times its share.
@@ -280,7 +280,7 @@ def section_cost(graph: GraphOp, section: SectionOp, part: SectionPart = "whole"
     """Compute the cost of a section from the attributes on its calls, or by estimate where they are missing.
 
     part: "before" counts only what layers need and computes without them (embeddings), "behind" all else that
-    no stack of layers computes (heads, losses).
+    no stack of layers computes (heads, losses), "outside" both.
 
     Symbols that depend on the values of inputs are replaced by their estimates, because ranks evaluate costs
     before they know those values.
@@ -316,7 +316,7 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, part: Secti
     called_paths = _outermost_paths({call.target.data for call in calls})
     mode = _section_mode(section)
     has_backward = mode != "forward"
-    params, trainable, param_bytes, trainable_bytes = _count_parameters(graph, name, called_paths)
+    params, trainable, param_bytes, trainable_bytes = _count_parameters(graph, ops_by_case, called_paths)
     largest_layer_bytes, outside_layers_bytes = _layer_bytes(graph, calls, param_bytes)
 
     def largest(sums: Iterable[Counter[str]]) -> str:
@@ -453,7 +453,7 @@ def _runs_layers(op: Operation, blocks: Mapping[str, BlockOp]) -> bool:
 def _ops_outside_layers(
     ops: Sequence[Operation], blocks: Mapping[str, BlockOp]
 ) -> dict[SectionPart, list[Operation]]:
-    """The operations before and behind the layers of a section, of its operations in one case."""
+    """The operations before and behind the layers of a section, and both, of its operations in one case."""
     layers = {op for op in ops if _runs_layers(op, blocks)}
     behind = set(layers)  # layers, and what needs them
     for op in ops:
@@ -468,6 +468,7 @@ def _ops_outside_layers(
     return {
         "before": [op for op in outside if op in before],
         "behind": [op for op in outside if op not in before],
+        "outside": outside,
     }
 
 
@@ -774,13 +775,15 @@ def _compute_dtype(calls: list[CallOp]) -> str:
     return {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}.get(name, name)
 
 
-def _count_parameters(graph: GraphOp, section: str, paths: list[str]) -> tuple[int, int, int, int]:
-    """(entries, trainable entries, bytes, trainable bytes) of the parameters of a section.
+def _count_parameters(
+    graph: GraphOp, ops_by_case: Iterable[Iterable[Operation]], paths: list[str]
+) -> tuple[int, int, int, int]:
+    """(entries, trainable entries, bytes, trainable bytes) of the parameters of these operations.
 
     `paths` are the called blocks that are not inside another called block. A tied parameter counts once.
     """
     counts = [_block_parameters(graph.blocks[path]) for path in paths]
-    counts += _glue_parameters(graph, section, paths)
+    counts += _glue_parameters(ops_by_case, paths)
     counts += [_tied_duplicates(op, paths) for op in graph.body.block.ops if isinstance(op, TieOp)]
     entries, trainable, size, trainable_bytes = (sum(count[i] for count in counts) for i in range(4))
     return entries, trainable, size, trainable_bytes
@@ -828,11 +831,13 @@ def _block_parameters(block: BlockOp) -> tuple[int, int, int, int]:
     return params, trainable, size, trainable_bytes
 
 
-def _glue_parameters(graph: GraphOp, section: str, paths: list[str]) -> list[tuple[int, int, int, int]]:
-    """Counts of the parameters that the section's glue reads and that none of its blocks holds."""
+def _glue_parameters(
+    ops_by_case: Iterable[Iterable[Operation]], paths: list[str]
+) -> list[tuple[int, int, int, int]]:
+    """Counts of the parameters that glue among the operations reads and that no block in `paths` holds."""
     read: dict[str, ParamOp] = {}
-    for case in graph.cases:
-        for op in ops_in_section(case, section):
+    for ops in ops_by_case:
+        for op in ops:
             read |= {o.owner.path.data: o.owner for o in op.operands if isinstance(o.owner, ParamOp)}
     counts: list[tuple[int, int, int, int]] = []
     for path, op in sorted(read.items()):
