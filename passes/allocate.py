@@ -40,6 +40,7 @@ from secc.alloc.problem.whole_batch import pin_whole_batches
 from secc.alloc.refine import prefetch_memory
 from secc.alloc.refine.dealt_sections import DealtPlan, choose_dealing
 from secc.alloc.refine.in_flight_limits import in_flight_limit, subgroup_limit
+from secc.alloc.refine.interleaved_stages import InterleavedPlan, choose_interleaving
 from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
 from secc.alloc.refine.schedule_evaluation import KnownEvaluations, PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory
@@ -61,6 +62,7 @@ SAMPLES_PER_RANK = 8  # of the global batch, where none is given
 UNEVEN_PERMILLE = 2000
 MOST_DEALT_RATIO = 1.5
 RESERVED_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)  # of memory, where drawn batches need more than mean ones
+PLAIN_BACKENDS = {"cpu"}  # on which stages are not divided further unless that is pinned
 MULTI_RANK_MARGIN = (
     1 / 128
 )  # replicas of several ranks must be faster by more than this share, or fit where others do not
@@ -149,7 +151,14 @@ class Allocate(ModulePass):
                 facts |= {
                     "step_s": {"priced as divided": steps[0] / 10**9, "priced as dealt": steps[1] / 10**9}
                 }
-        return replace(solved, problem=dealt.problem), dealt.refined, facts
+        solved, won = replace(solved, problem=dealt.problem), dealt.refined
+        facts = {"dynamic_cp": facts} if facts else {}
+        if solved.problem.deadline is not None or solved.work.cluster.device.backend in PLAIN_BACKENDS:
+            return solved, won, facts
+        ranks = assign_ranks(solved.problem, won.assignment)
+        interleaved = choose_interleaving(solved.make_evaluator(), won, ranks, solved.pins)
+        facts |= _interleaving_facts(interleaved)
+        return replace(solved, problem=interleaved.problem), interleaved.refined, facts
 
     def _least_step_s(self, solved: SolvedAllocation) -> float:
         """Seconds that a step takes at least under any plan on these ranks, the mean over the batches of the
@@ -385,15 +394,23 @@ def _dealing_facts(dealt: DealtPlan) -> dict[str, Any]:
     return {"sections": by_section} if by_section else {}
 
 
+def _interleaving_facts(plan: InterleavedPlan) -> dict[str, Any]:
+    """The scheduled step in seconds with one piece of layers on a rank and with two, by section."""
+    by_section = {
+        section: {way: ns / 10**9 for way, ns in by_way.items()} for section, by_way in plan.step_ns.items()
+    }
+    return {"interleaved": by_section} if by_section else {}
+
+
 def _write_allocation(
     graph: GraphOp,
     solved: SolvedAllocation,
     won: RefinedPlan,
     least_step_s: float,
-    dealing: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """`least_step_s`: what a step takes at least under any plan, 0 if unknown. `dealing`: what is known of
-    ways to deal samples to ranks of cp. Both are for the solver's record."""
+    """`least_step_s`: what a step takes at least under any plan, 0 if unknown. `facts`: steps of ways to deal
+    samples to ranks of cp, and to divide layers into pieces on a rank. Both are for the solver's record."""
     work, asked, pins, size = solved.work, solved.problem, solved.pins, solved.run_ahead
     solution = replace(solved.solution, assignment=won.assignment, time_ns=won.closed_form_ns)
     value = evaluate_assignment(asked, solution.assignment)
@@ -439,7 +456,7 @@ def _write_allocation(
         **_search_facts(won),
         **_objective_facts(asked, solution.ranks),
         **({"least_step_s": least_step_s} if least_step_s else {}),
-        **({"dynamic_cp": dict(dealing)} if dealing else {}),
+        **(facts or {}),
     }
     graph.attributes |= {
         "world_size": int_attr(value.ranks),

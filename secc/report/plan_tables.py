@@ -73,6 +73,8 @@ def plan_summary(plan: Plan) -> list[tuple[str, str]]:
         facts.insert(-2, ("dynamic cp", text))
     if text := batch_steps_text(plan):
         facts.insert(4, ("steps of batches", text))
+    if text := _interleaving_text(plan):
+        facts.insert(-2, ("stages", text))
     if plan.run_ahead_gib:
         sections = find_prefetchable_sections(plan, SectionGraph(plan))
         names = ", ".join(dict.fromkeys(s.user_section_name for s in sections))
@@ -145,6 +147,13 @@ _CP_WAYS = {
 }
 
 
+_LAYER_PIECES = {
+    "one": "one piece of layers on a rank",
+    "loop": "two in a loop",
+    "v": "two in a V",
+}
+
+
 def _dynamic_cp_text(plan: Plan) -> str:
     """The scheduled steps that say how samples are dealt to ranks of cp, "" where nothing was compared."""
     compared: dict[str, Any] = plan.solver.get("dynamic_cp", {})
@@ -156,6 +165,16 @@ def _dynamic_cp_text(plan: Plan) -> str:
         priced = ", ".join(f"{seconds:.4g} s with samples {how}" for how, seconds in steps.items())
         texts.append(f"best plan {priced}")
     return "; ".join(texts)
+
+
+def _interleaving_text(plan: Plan) -> str:
+    """The scheduled steps that say how many pieces of layers a rank holds, "" where nothing was compared."""
+    compared: dict[str, dict[str, float]] = plan.solver.get("interleaved", {})
+    steps = {
+        section: [f"{seconds:.4g} s with {_LAYER_PIECES[way]}" for way, seconds in ways.items()]
+        for section, ways in compared.items()
+    }
+    return "; ".join(f"{section}: {', '.join(texts)}" for section, texts in steps.items())
 
 
 def _widths_text(plan: Plan) -> str:

@@ -266,3 +266,20 @@ def test_a_plan_trains_as_plain_pytorch(
     cut = name in EXPERTS and any(max(s.mesh.tp, s.mesh.ep) > 1 for s in made.plan.sections)
     assert kinds == ({"routed" if "ep=" in pins else "experts"} if cut else set())
     assert model.list_differences(made, tmp_path) == []
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_pieces_of_layers_that_no_pin_asked_for_train_as_plain_pytorch(
+    captured: Callable[[str], ReferencedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocation weighs them for GPUs; here for CPUs, to train on them, and whatever they cost."""
+    monkeypatch.setattr("secc.passes.allocate.PLAIN_BACKENDS", set())
+    monkeypatch.setattr("secc.alloc.refine.interleaved_stages.FIRST_BATCH_MARGIN", 9)
+    monkeypatch.setattr("secc.alloc.refine.interleaved_stages.INTERLEAVING_MARGIN", -9)
+    model = captured("llama_deep")
+    made = model.plan_with(
+        CompileOptions(cluster="local:2", global_batch=GLOBAL_BATCH, set=_pins("pp=2 micro_batch=1"))
+    )
+    assert {s.chunks for s in made.plan.user_sections} == {2}
+    assert model.list_differences(made, tmp_path) == []

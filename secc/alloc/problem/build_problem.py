@@ -349,7 +349,7 @@ def parallel_shapes(
     """The (tp, pp, cp) to consider: pinned ones, and with `free` all that the section supports."""
     undivided = load.cost.trainable and work.unshardable
     tps = [1, *feasible_tp(work.graph, load.section)] if free and not undivided else [1]
-    layers = min(count_declared_layers(work.graph, load.section), work.stackable_layers(load))
+    layers = count_cuttable_layers(work, load)
     chunks, placement = pins.interleaving(load.name) or (1, "loop")
     stages = candidate_pruning.powers_of_two(max(1, layers)) if free or chunks > 1 else [1]
     ep = pins.pinned_number(load.name, "ep") or 1
@@ -380,6 +380,11 @@ def parallel_shapes(
         if both_pinned
         else [s for s in shapes if s.ranks <= ranks and s.tp <= work.cluster.per_node] or shapes[:1]
     )
+
+
+def count_cuttable_layers(work: Workload, load: SectionLoad) -> int:
+    """The number of layers between which stages of a section may be cut, as far as capture has shown."""
+    return min(count_declared_layers(work.graph, load.section), work.stackable_layers(load))
 
 
 def _refuse_head_exchange(load: SectionLoad) -> UserError:

@@ -1225,8 +1225,12 @@ def stage_in_flight_limit(work: Workload, load: SectionLoad, c: Candidate, stage
     """
     rank, device = candidate_memory(work, load, c), work.cluster.device
     least, most = least_in_flight(c.pp, c.chunks, stage), IN_FLIGHT_PER_STAGE * c.pp
-    on_rank = next((n for n in range(most, 0, -1) if rank.fits_device(n, device)), 0)
-    return max(least, divide_in_flight_room(c.shape, stage, c.chunks * on_rank))
+    if c.chunks == 1:
+        return next((n for n in range(most, least, -1) if rank.fits_device(n, device)), least)
+    free_bytes = max(0, device.usable_memory - rank.fixed - rank.gradients)
+    room = divide_in_flight_room(c.shape, stage, free_bytes, rank.largest_sample // c.chunks)
+    kept = rank.activation * load.stages.held[stage] // load.stages.layers
+    return max(least, min(divide_in_flight_room(c.shape, stage, c.chunks * most), room // max(1, kept)))
 
 
 def _activation_bytes(work: Workload, load: SectionLoad, size: int, recompute: str) -> tuple[int, int]:

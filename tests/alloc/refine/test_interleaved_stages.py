@@ -1,0 +1,59 @@
+"""One piece of a pipeline's layers on a rank or two: what the scheduled steps of all ways say."""
+
+from __future__ import annotations
+
+import pytest
+
+from secc.alloc.problem.build_problem import build_problem
+from secc.alloc.problem.pins import Pins, parse_pins
+from secc.alloc.problem.types import Assignment
+from secc.alloc.refine import interleaved_stages
+from secc.alloc.refine.interleaved_stages import InterleavedPlan, choose_interleaving
+from secc.alloc.refine.local_search import RefinedPlan
+from secc.alloc.refine.schedule_evaluation import PlanEvaluator
+from tests.alloc.explain.test_least_step import staged_problem
+from tests.alloc.refine.test_local_search import hand_out_ranks
+
+GROUPS = {"vision": "vision", "lm": "lm"}
+
+
+def staged_steps(dp: int, ways: tuple[str, ...], pins: Pins) -> tuple[InterleavedPlan, dict[str, int]]:
+    """The choice for a language model of two stages in `dp` replicas, and the steps of plans in which these
+    ways ("one", "chunks=2", "placement=v") are pinned."""
+    work, _ = staged_problem(2 * dp + 2)
+    steps: dict[str, int] = {}
+    chosen: InterleavedPlan | None = None
+    for way in ways:
+        texts = ["lm.pp=2", f"lm.dp={dp}", "lm.tp=1", "lm.micro_batch=1", "lm.sharding=none"]
+        texts += ["lm.recompute=none", *([] if way == "one" else [f"lm.{way}"])]
+        asked = build_problem(work, 2 * dp + 2, "apart", parse_pins(texts, work.loads))
+        evaluator = PlanEvaluator(work, asked)
+        vision = next(i for i, c in enumerate(asked.sections["vision"]) if c.ranks == 2)
+        assignment = Assignment({"vision": vision, "lm": 0}, GROUPS)
+        ranks = hand_out_ranks(asked, assignment)
+        evaluation = evaluator.evaluate(assignment, ranks)
+        steps[way] = evaluation.time_ns if evaluation.fits else 1 << 62
+        if way == "one":
+            chosen = choose_interleaving(evaluator, RefinedPlan(assignment, evaluation, 0, 1), ranks, pins)
+    assert chosen is not None
+    return chosen, steps
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_the_way_with_the_shortest_step_is_chosen(dp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interleaved_stages, "FIRST_BATCH_MARGIN", 1)
+    monkeypatch.setattr(interleaved_stages, "INTERLEAVING_MARGIN", 0)
+    chosen, steps = staged_steps(dp, ("one", "chunks=2", "placement=v"), Pins())
+    assert {"one": steps["one"], "loop": steps["chunks=2"], "v": steps["placement=v"]} == chosen.step_ns["lm"]
+    c = chosen.problem.sections["lm"][chosen.refined.assignment.choice["lm"]]
+    way = "one" if c.chunks == 1 else c.placement
+    assert chosen.step_ns["lm"][way] == min(steps.values()) == chosen.refined.evaluation.time_ns
+
+
+def test_small_gains_pins_and_refusals_leave_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interleaved_stages, "INTERLEAVING_MARGIN", 0.9)
+    chosen, _ = staged_steps(2, ("one",), Pins())
+    assert chosen.problem.sections["lm"][0].chunks == 1
+    for pins in parse_pins(["lm.chunks=1"], ["lm"]), parse_pins([], ["lm"], ["lm.chunks"]):
+        chosen, _ = staged_steps(2, ("one",), pins)
+        assert (chosen.step_ns, chosen.refined.evaluated_plans) == ({}, 1)
