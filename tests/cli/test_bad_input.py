@@ -27,6 +27,7 @@ REFUSED = [
         "joined_frames",
         ["joined_frames.py:", "joined along dim 0", "sound [", "write `collate(samples) -> dict`"],
     ),
+    ("some_captions", ["some_captions.py:17", "samples that lack a key have no rows", "caption of 1 of 2"]),
     ("mixup", ["mixup.py:", "mixes the samples of a batch", "aten.randperm", "what to do"]),
 ]
 

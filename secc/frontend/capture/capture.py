@@ -159,7 +159,7 @@ def capture_model(
                 continue
             if not statements.try_next(functions.unsolved or error):
                 if functions.unsolved is not None:
-                    raise functions.unsolved from None
+                    raise functions.unsolved from functions.unsolved.__cause__
                 raise
 
 
@@ -300,7 +300,7 @@ class _CaseFinder:
                 if (
                     frozenset(frontier.blocks) in self.tried_blocks
                 ):  # larger blocks want smaller ones, and these the larger ones
-                    raise error from None
+                    raise error from error.__cause__
 
     def _replace_failing_block(self, error: BlockError | GlueError) -> list[str]:
         """Returns other blocks, after a capture failed, that may let it succeed, and notes the change. Raises

@@ -105,7 +105,7 @@ class StatementChoice:
             delattr(self._model, self.notes.pop().path)
         chosen = next(self._choices, None)
         if chosen is None or time.process_time() > self._until:
-            raise self._first_error from None
+            raise self._first_error from self._first_error.__cause__
         self._user.function_blocks += (str(chosen),)
         path = add_function_block(self._model, str(chosen), model_file_module(self._model))
         reason = f"these lines are one block, because {self._first_error.message}"

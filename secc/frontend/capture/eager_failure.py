@@ -54,26 +54,38 @@ def find_eager_failure(
             "let forward compute one sample: a norm over one value, for example, needs larger inputs"
             if alone
             else "correct the model file until plain PyTorch computes a loss"
-            + _joined_keys(user, batch, samples)
+            + _explain_default_batch(user, batch, samples)
         )
         return UserError(message, error_source_line(error), remedy)
     return None
 
 
-def _joined_keys(user: UserModel, batch: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
-    """Names the keys of a batch that the default collation joins along dim 0 where padding may be meant:
-    samples of different lengths, neither pictures nor one-dimensional. "" without any."""
-    joined = []
+def _explain_default_batch(
+    user: UserModel, batch: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
+) -> str:
+    """Says what forward may not expect of a batch that the default collation made: keys with rows of some
+    samples only, and keys joined along dim 0 where padding may be meant (of samples of different lengths with
+    two or three dims). "" without any."""
+    joined, partial = list[str](), list[str]()
     for key, value in batch.items() if not user.defines("collate") else ():
-        lengths = [len(v) for s in samples if isinstance(v := s.get(key), torch.Tensor) and v.ndim in (2, 3)]
+        held = [v for s in samples if isinstance(v := s.get(key), torch.Tensor)]
+        if 0 < len(held) < len(samples):
+            partial.append(f"{key} of {len(held)} of {len(samples)}")
+        lengths = [len(v) for v in held if v.ndim in (2, 3)]
         if isinstance(value, torch.Tensor) and len(set(lengths)) > 1 and len(value) == sum(lengths):
             joined.append(f"{key} {list(value.shape)}")
-    if not joined:
-        return ""
-    return (
-        f"; without collate(), rows of all samples are joined along dim 0 in this batch, as in "
-        f"{', '.join(joined)}: write `collate(samples) -> dict` if forward expects [samples, longest, …]"
-    )
+    told = ""
+    if partial:
+        told += (
+            f"; without collate(), samples that lack a key have no rows of it, here {', '.join(partial)} "
+            "samples: let forward take such batches, or write `collate(samples) -> dict`"
+        )
+    if joined:
+        told += (
+            f"; without collate(), rows of all samples are joined along dim 0 in this batch, as in "
+            f"{', '.join(joined)}: write `collate(samples) -> dict` if forward expects [samples, longest, …]"
+        )
+    return told
 
 
 def blame_compute_dtype(error: UserError, dtype: str, model: nn.Module) -> UserError:
