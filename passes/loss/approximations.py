@@ -22,7 +22,7 @@ from secc.passes.loss.value_states import LOCAL_STATE, StatisticUse, ValueState
 
 BALANCE_LOSS = "balance-loss"
 APPROXIMATIONS = (BALANCE_LOSS,)
-_GLOBAL_SUMS_OFFER = (
+GLOBAL_SUMS_OFFER = (
     "; or compute it exactly from the sums of the global batch with --global-sums, for one more forward in"
     " each step"
 )
@@ -53,7 +53,7 @@ def take_function_of_sums(
     if ctx.statistic_use is StatisticUse.ALL or (several and ctx.statistic_use is not StatisticUse.NONE):
         return use_batch_statistics(ctx, op, why)
     if not several:
-        return ctx.refuse_op(op, why, remedy + (_GLOBAL_SUMS_OFFER if is_function_of_sums(ctx, op) else ""))
+        return ctx.refuse_op(op, why, remedy + (GLOBAL_SUMS_OFFER if is_function_of_sums(ctx, op) else ""))
     if BALANCE_LOSS not in ctx.accept:
         return ctx.refuse_op(op, why, remedy + _BALANCE_OFFER)
     ctx.accepted.add(op)

@@ -11,7 +11,7 @@ from secc.ir.dialect.ops import Computation
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.approximations import take_function_of_sums
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient, coefficient_of_number
-from secc.passes.loss.loss_context import LossContext, has_one_entry
+from secc.passes.loss.loss_context import LossContext, has_one_entry, is_rerecorded
 from secc.passes.loss.pending_ops import get_argument
 from secc.passes.loss.value_states import LocalState, StackState, SumPart, SumState, ValueState
 
@@ -329,7 +329,6 @@ def _divide_entries(
 def _refuse_divisor(ctx: LossContext, op: Computation, below: SSAValue) -> ValueState:
     if ctx.is_known_ahead(below):
         return ctx.refuse_op(op, "divides by a value that depends on all samples and is no sum over them")
+    cause = "on ops that Python chooses by the inputs" if is_rerecorded(below) else "on a block's result"
     remedy = "divide by something that inputs alone decide, such as the number of labels or the sum of a mask"
-    return take_function_of_sums(
-        ctx, op, "divides by a sum over samples that depends on a block's result", remedy
-    )
+    return take_function_of_sums(ctx, op, f"divides by a sum over samples that depends {cause}", remedy)

@@ -24,6 +24,7 @@ from xdsl.ir import SSAValue
 from secc.ir.dialect.argument_template import CallArguments, format_arguments
 from secc.ir.dialect.ops import CallOp, Computation, GlueOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
+from secc.passes.loss.coefficient import UNIT_COEFFICIENT
 from secc.passes.loss.loss_context import LossContext
 from secc.passes.loss.numerators import SAMPLE_COUNT_SYMBOL, make_numerator
 from secc.passes.loss.value_states import (
@@ -76,6 +77,14 @@ def use_batch_statistics(ctx: LossContext, op: Computation, why: str) -> ValueSt
         op.operands[index] = first
     ctx.accepted.add(op)
     return LOCAL_STATE
+
+
+def divide_sums(ctx: LossContext, op: Computation, above: SSAValue, below: SSAValue) -> SumPart:
+    """The part of the loss that is one sum over the global batch divided by another, in place of `op`. above,
+    below: the sums in a micro-batch."""
+    type = tensor_type(above)
+    sums = [_read_statistic(ctx, op, SumPart(UNIT_COEFFICIENT, v, True, op), type) for v in (above, below)]
+    return SumPart(UNIT_COEFFICIENT, ctx.pending.make_glue(op, "aten.div.Tensor", sums, "$0, $1", type))
 
 
 def _read_part(ctx: LossContext, op: Computation, part: SumPart, type: TensorType) -> SSAValue:

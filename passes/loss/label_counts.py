@@ -4,7 +4,9 @@ weight.
 The divisor of a mean must be known before any forward. Labels that inputs or random numbers give are compared
 with the ignored index; labels that glue computes (the argmax of a teacher's scores) are never negative, so
 only a mask from inputs or random numbers can ignore them. Labels that a block returns (the codes of a
-tokenizer) are taken for such, and a term of the loss is minus infinity if one of them is ignored after all.
+tokenizer) are taken for such, and a term of the loss is minus infinity if one of them is ignored after all;
+not so labels of padded positions, which a micro-batch may lack. Any other number is a sum over the batch that
+ops may read with `--global-sums`.
 """
 
 from __future__ import annotations
@@ -62,6 +64,20 @@ def count_labels(ctx: LossContext, op: Computation) -> Coefficient | None:
     )
 
 
+def sum_counted_labels(ctx: LossContext, op: Computation) -> SSAValue:
+    """The number of labels in a micro-batch that count in `op`, a loss on (scores, labels, weight), each with
+    its class's weight: a floating-point scalar."""
+    labels, ignored = op.operands[1], get_argument(op, 4, "ignore_index", -100)
+    type = TensorType.from_dims(tensor_type(labels).shape, "bool")
+    mask = ctx.pending.make_glue(op, "aten.ne.Scalar", [labels], f"$0, {ignored}", type)
+    if len(op.operands) > 2:  # torch gives weights no gradient
+        total = _sum_label_weights(ctx, op, mask)
+        return ctx.pending.make_glue(op, "aten.detach.default", [total], "$0", tensor_type(total))
+    dtype = tensor_type(op.results[0])
+    args, one = f"$0, dtype=torch.{dtype.torch_dtype}", TensorType.from_dims([], dtype.dtype.data)
+    return ctx.pending.make_glue(op, "aten.sum.default", [mask], args, one)
+
+
 def check_block_labels(ctx: LossContext, op: Computation) -> SumPart | None:
     """A part of the loss that is 0, or minus infinity if a block returned the ignored index among the labels
     of `op`, a loss on (scores, labels), so that its divisor is not their number. None for other labels."""
@@ -110,8 +126,8 @@ def mask_counted_labels(
     if ctx.is_known_ahead(labels):
         return ctx.pending.make_glue(op, "aten.ne.Scalar", [labels], f"$0, {ignored}", type)
     maker = labels.owner
-    if isinstance(maker, CallOp) and isinstance(ignored, int):
-        return AllLabels.ALL  # guarded by `check_block_labels`
+    if isinstance(maker, CallOp) and isinstance(ignored, int):  # guarded by `check_block_labels`
+        return None if ctx.has_padded_dim(type) else AllLabels.ALL
     if not isinstance(maker, GlueOp) or not isinstance(ignored, int):
         return None
     if maker.base_name in _NON_NEGATIVE_OPS and ignored < 0 and labels is maker.results[-1]:

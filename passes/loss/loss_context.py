@@ -78,6 +78,7 @@ class LossContext:
         )  # approximations, and the ops that one was taken for
         self.states: dict[SSAValue, ValueState] = {}
         kinds = {name: op.kind.data for name, op in graph.symbols.items()}
+        self.width_symbols = {name for name, kind in kinds.items() if kind == WIDTH_KIND}
         self.data_symbols = {name for name, kind in kinds.items() if kind == DATA_KIND}
         row_symbols = {name for name, kind in kinds.items() if kind != WIDTH_KIND}
         self.padded_lengths = _padded_lengths(case, row_symbols - self.data_symbols, self.data_symbols)
@@ -118,8 +119,9 @@ class LossContext:
 
     def is_known_ahead(self, value: SSAValue) -> bool:
         """Whether a value is known before any block runs: it depends on inputs, constants and random numbers
-        alone."""
-        return self.is_input_only(value) or self.is_random_of_inputs(value)
+        alone, by ops that are the same for all batches."""
+        known = self.is_input_only(value) or self.is_random_of_inputs(value)
+        return known and not is_rerecorded(value)
 
     def is_input_only(self, value: SSAValue) -> bool:
         """Whether a value depends on inputs and constants alone."""
@@ -135,6 +137,10 @@ class LossContext:
         return [
             i for i, dim in enumerate(type.shape) if {str(s) for s in dim.free_symbols} & self.sample_symbols
         ]
+
+    def has_padded_dim(self, type: TensorType) -> bool:
+        """Whether a tensor has a dim that grows with the padding of a batch."""
+        return any({str(s) for s in dim.free_symbols} & self.width_symbols for dim in type.shape)
 
     def carries_samples(self, value: SSAValue) -> bool:
         """Whether a value has a dim that grows with the samples."""
@@ -259,6 +265,19 @@ class LossContext:
         target = op.properties.get("target")
         name = getattr(target, "data", op.name)
         return BadState(f"{name} {why}", op, remedy)
+
+
+def is_rerecorded(value: SSAValue) -> bool:
+    """Whether a value comes from ops that are recorded again for each micro-batch."""
+    queue, seen = [value], {value}
+    while queue:
+        op = queue.pop().owner
+        if isinstance(op, Operation):
+            if recorded_label(op) is not None:
+                return True
+            queue += [o for o in op.operands if o not in seen]
+            seen.update(op.operands)
+    return False
 
 
 def _padded_lengths(case: CaseOp, rows: set[str], data: set[str]) -> set[str]:

@@ -17,7 +17,7 @@ from secc.ir.dialect.ops import Computation, GlueOp, PlacedRowsOp, ReturnOp
 from secc.ir.dialect.size_expr import Expr, format_expr, size_symbol
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss.buffer_constants import copy_for_leaf
-from secc.passes.loss.loss_context import COUNT_TYPE, LossContext
+from secc.passes.loss.loss_context import COUNT_TYPE, LossContext, is_rerecorded
 from secc.passes.loss.loss_walk import ops_behind
 
 _SCATTERS = frozenset({"masked_scatter", "masked_scatter_"})
@@ -42,7 +42,7 @@ def find_placed_rows(ctx: LossContext) -> list[PlacedRowsOp]:
         if (placed := _places_and_rows(ctx, op)) is None:
             continue
         mask, source, rows = placed
-        if not ctx.is_input_only(mask) or _is_rerecorded(mask):
+        if not ctx.is_input_only(mask) or is_rerecorded(mask):
             continue
         mask, per_row = _drop_expansions(mask)
         key, rows = (mask, str(rows)), rows / per_row
@@ -75,10 +75,6 @@ def _is_shared(ctx: LossContext, value: SSAValue) -> bool:
             return False
         value = op.operands[0]
     return True
-
-
-def _is_rerecorded(value: SSAValue) -> bool:
-    return any(recorded_label(op) is not None for op in ops_behind(value))
 
 
 def _drop_expansions(mask: SSAValue) -> tuple[SSAValue, Expr]:
@@ -115,7 +111,7 @@ def _make_count(
     if (rows / size).free_symbols:
         return None
     if len(counts) == 2:
-        if not ctx.is_input_only(counts[1]) or _is_rerecorded(counts[1]) or _counts_mask(counts[1], mask):
+        if not ctx.is_input_only(counts[1]) or is_rerecorded(counts[1]) or _counts_mask(counts[1], mask):
             return None
         rows = rows / size
     inherited = {k: v for k, v in op.properties.items() if k == "where"}

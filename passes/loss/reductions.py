@@ -10,13 +10,23 @@ from xdsl.ir import SSAValue
 from secc.ir.dialect import argument_template
 from secc.ir.dialect.ops import Computation, ParamOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
+from secc.passes.loss.approximations import GLOBAL_SUMS_OFFER
 from secc.passes.loss.arithmetic import scale_state
+from secc.passes.loss.batch_statistics import divide_sums
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient, coefficient_of_number
-from secc.passes.loss.label_counts import check_block_labels, count_labels
-from secc.passes.loss.loss_context import LossContext
+from secc.passes.loss.label_counts import check_block_labels, count_labels, sum_counted_labels
+from secc.passes.loss.loss_context import LossContext, is_rerecorded
 from secc.passes.loss.op_tables import ADDITIVE_REDUCTIONS, ENTRY_LOSSES, REDUCTION_OPS, ROW_LOSSES
 from secc.passes.loss.pending_ops import format_with_argument, get_argument
-from secc.passes.loss.value_states import BadState, LocalState, StackState, SumPart, SumState, ValueState
+from secc.passes.loss.value_states import (
+    BadState,
+    LocalState,
+    StackState,
+    StatisticUse,
+    SumPart,
+    SumState,
+    ValueState,
+)
 
 REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM = 0, 1, 2
 
@@ -162,6 +172,9 @@ def states_of_label_loss(ctx: LossContext, op: Computation) -> ValueState | Sequ
         None if reduction == REDUCTION_SUM else format_with_argument(op, 3, "reduction", REDUCTION_SUM),
     )[0]
     number = count_labels(ctx, op)
+    if reduction == REDUCTION_MEAN and number is None and ctx.statistic_use is StatisticUse.ALL:
+        quotient = SumState((divide_sums(ctx, op, atom, sum_counted_labels(ctx, op)),))
+        return [quotient, _refuse_unknown_count(ctx, op)][: len(op.results)]
     total = SumState((SumPart(number),)) if number is not None else _refuse_unknown_count(ctx, op)
     if reduction == REDUCTION_MEAN and number is None:
         return [total] * len(op.results)
@@ -187,13 +200,17 @@ def _refuse_unknown_count(ctx: LossContext, op: Computation) -> BadState:
         return ctx.refuse_op(
             op,
             why,
-            "register the weights as a buffer of a module without parameters, or make them in forward",
+            "register the weights as a buffer of a module without parameters, or make them in forward"
+            + GLOBAL_SUMS_OFFER,
         )
     remedy = (
         "make the labels from inputs alone, or use reduction='sum' and divide by a number that inputs decide"
     )
+    cause = "ops that Python chooses by the inputs" if is_rerecorded(op.operands[1]) else "a block's result"
     return ctx.refuse_op(
-        op, "divides by the number of labels that are not ignored, which depends on a block's result", remedy
+        op,
+        f"divides by the number of labels that are not ignored, which depends on {cause}",
+        remedy + GLOBAL_SUMS_OFFER,
     )
 
 

@@ -3,6 +3,7 @@ of plain PyTorch on the whole batch, in any micro-batches."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,36 @@ def test_a_sum_that_meets_single_samples_is_refused(tmp_path: Path) -> None:
     assert "not to single samples" in refused.value.remedy
 
 
+TEACHER = """class Choice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Sequential(nn.Embedding(30, 8), nn.Linear(8, 30)).requires_grad_(False)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        return self.scores(text).argmax(-1).masked_fill(text == 0, IGNORED)
+"""
+
+
+def write_chosen_labels(directory: Path, by_teacher: bool) -> Path:
+    """Returns a model with labels that a frozen teacher gives, or a loop over the texts."""
+    text = (MODELS / "chosen_labels.py").read_text()
+    begin, end = text.index("class Choice"), text.index("\n\nclass Tagger")
+    path = directory / ("labels_of_teacher.py" if by_teacher else "labels_of_loop.py")
+    path.write_text(text[:begin] + TEACHER + text[end:] if by_teacher else text)
+    return path
+
+
+@pytest.mark.parametrize("by_teacher", [False, True], ids=["loop", "teacher"])
+def test_labels_that_inputs_do_not_show_may_be_ignored(by_teacher: bool, tmp_path: Path) -> None:
+    model = write_chosen_labels(tmp_path, by_teacher)
+    options = CompileOptions(global_batch=12, sections=("choice=choice",) if by_teacher else ())
+    with pytest.raises(UserError, match="number of labels that are not ignored") as refused:
+        compile_model(model, options)
+    assert "--global-sums" in refused.value.remedy
+    options = replace(options, global_sums=True)
+    check_exactness(compile_model(model, options), required=True)
+
+
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(
@@ -67,6 +98,26 @@ def test_ranks_train_with_functions_of_global_sums(
     compile_model(path, options).write_plan(tmp_path / "plan", report_page)
     expected = train_in_one_process(path, 7, 3, tmp_path / "one")
     found = train_distributed(tmp_path / "plan", ranks, 3, tmp_path / "run")
+    assert list(find_differences(found, expected)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("by_teacher", [False, True], ids=["loop", "teacher"])
+def test_ranks_count_labels_that_inputs_do_not_show(by_teacher: bool, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    own = write_chosen_labels(tmp_path / "own", by_teacher)
+    path = write_recording_model(own.stem, tmp_path, own.parent)
+    options = CompileOptions(
+        cluster="local:3",
+        global_batch=12,
+        global_sums=True,
+        sections=("choice=choice",) if by_teacher else (),
+    )
+    compiled = check_exactness(compile_model(path, options), required=True)
+    compiled.write_plan(tmp_path / "plan", report_page)
+    expected = train_in_one_process(path, 12, 3, tmp_path / "one")
+    found = train_distributed(tmp_path / "plan", compiled.plan.world_size, 3, tmp_path / "run")
     assert list(find_differences(found, expected)) == []
 
 
