@@ -125,9 +125,7 @@ class SinkBoundaries(ModulePass):
                     if spare := find_fallback_cases(graph):
                         drop_fallbacks(graph, spare)
                         return True
-                    _merge_with_note(
-                        graph, src, dst, "no boundary between them can be carried by rows per sample"
-                    )
+                    _merge_with_note(graph, src, dst, _why_no_boundary(graph, src, dst))
                     return True
         return False
 
@@ -314,6 +312,16 @@ def _format_quantity(count: float, unit: str = "B") -> str:
             return f"{count:.4g} {prefix}{unit}"
         count /= 1000
     return f"{count:.4g} T{unit}"
+
+
+def _why_no_boundary(graph: GraphOp, src: str, dst: str) -> str:
+    """Says that no tensors between two sections can travel, with the reason of one that crosses now."""
+    reason = "no boundary between them can be carried by rows per sample"
+    for crossing, why in build_edges(graph)[1]:
+        if (crossing.src, crossing.dst) == (src, dst):
+            at = f" at {crossing.where}" if crossing.where else ""
+            return f"{reason} ({describe_crossing(crossing)}{at}: {why})"
+    return reason
 
 
 def _merge_with_note(graph: GraphOp, src: str, dst: str, reason: str) -> None:

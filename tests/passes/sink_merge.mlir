@@ -8,7 +8,7 @@ sec.graph "centred" widths "own" {
   sec.block "middle" class "M" params 30 trainable 30 component "middle" layers 2 when []
   sec.block "last" class "L" params 20 trainable 20 component "last" layers 2 when []
   // CHECK: sec.section "middle" mode "train" when [] blocks ["first", "middle", "last"]
-  // CHECK-SAME: notes = ["sections first and last are one: no boundary between them can be carried by rows per sample"]
+  // CHECK-SAME: notes = ["sections first and last are one: no boundary between them can be carried by rows per sample (the result [8] of first: no dim of [8] counts samples)"]
   // CHECK-NEXT: sec.case
   sec.section "first" mode "train" when [] blocks ["first"]
   sec.section "middle" mode "train" when [] blocks ["middle"]

@@ -125,7 +125,8 @@ def require_rows_covered(
     covered = bool(dst_when) and set(dst_when) <= set(src_when)
     if src_when and not covered and not has_no_rows(graph, how.rows, src_when):
         raise NotTransferable(
-            f"samples without {' and '.join(src_when)}, which the first does not see, have rows of it too"
+            f"samples without {' and '.join(src_when)}, which the first does not see, have rows of it too; "
+            f"none if collate() joins those of all samples along dim 0"
         )
 
 
