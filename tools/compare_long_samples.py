@@ -5,8 +5,9 @@ parallelism (cp) of Llama 13B on 1x8xH100.
 
 For each length the decoder of `tools/published` is compiled for a global batch of 2**20 tokens; that gives
 the row `no pin`. Other rows pin choices, as `secc explain --what-if` does, and price them from the IR that
-the plan directory keeps. Where a choice does not fit, its row has what it needs at the least, and no step.
-Nothing runs on a GPU. Compiling for 131,072 tokens takes 12 GiB of memory here.
+the plan directory keeps. Nothing is in host memory unless a choice says so. Where a choice does not fit, its
+row has what it needs at the least, and no step. Nothing runs on a GPU. Compiling for 131,072 tokens takes 12
+GiB of memory here.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 import secc
 from secc.alloc.problem.types import Candidate
 from secc.driver import what_if
+from secc.errors import UserError
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io.module_text import parse_module
 from secc.passes.allocate import Allocate
@@ -30,13 +32,15 @@ LENGTHS = (8192, 32768, 131072)
 BATCH_TOKENS = 2**20
 ONE_RANK = ("tp=1", "pp=1", "cp=1", "sharding=zero3")
 ALL_TP, ALL_CP = ("tp=8", "pp=1", "cp=1"), ("tp=1", "pp=1", "cp=8", "sharding=zero3")
+ON_DEVICES = "offload=none"  # unless a choice says otherwise
 CHOICES = {
     "zero3": (*ONE_RANK, "recompute=none"),
     "zero3, recompute full": (*ONE_RANK, "recompute=full"),
     "zero3, recompute selective": (*ONE_RANK, "recompute=selective"),
-    "tp 8": (*ALL_TP, "recompute=none"),
+    "zero3, offload activations": (*ONE_RANK, "recompute=none", "offload=activations"),
+    "tp 8": (*ALL_TP, "recompute=none", "norms=whole"),
     "tp 8, norms on slices": (*ALL_TP, "recompute=none", "norms=sequence"),
-    "tp 8, recompute full": (*ALL_TP, "recompute=full"),
+    "tp 8, recompute full": (*ALL_TP, "recompute=full", "norms=whole"),
     "zero3, cp 2, recompute full": ("tp=1", "pp=1", "cp=2", "sharding=zero3", "recompute=full"),
     "zero3, tp 2, cp 4, recompute full": ("tp=2", "pp=1", "cp=4", "sharding=zero3", "recompute=full"),
     "zero3, cp 8": (*ALL_CP, "recompute=none"),
@@ -48,7 +52,7 @@ ABOUT = (
     "Llama 13B (plain PyTorch, bf16, AdamW) on 1x8xH100, 2**20 tokens in a step, samples of one length, as "
     "the cost model predicts it: nothing has been timed on a GPU. choice: what is pinned; no pin: what secc "
     "compile chooses. fits: in 80 GiB less what is held back. GiB: of the plan, or the least that is needed "
-    "where it does not fit; null step: it does not fit."
+    "where it does not fit on devices; null: it does not fit, on hosts where GiB are null, too."
 )
 MODEL_FILE = """
 from tools.published.decoder import DecoderShape, FixedLengthTexts, LanguageModel
@@ -65,6 +69,7 @@ def describe_layout(c: Candidate) -> str:
     """The layout of a candidate in words; what is 1 or none is left out."""
     sizes = [f"{key} {size}" for key in ("dp", "tp", "pp", "cp") if (size := getattr(c, key)) > 1]
     ways = [f"recompute {c.recompute}"] * (c.recompute != "none") + [c.sharding] * (c.sharding != "none")
+    ways += [f"offload {c.offload}"] * (c.offload != "none")
     return ", ".join([*sizes, f"micro-batch {c.micro_batch}", *ways])
 
 
@@ -72,8 +77,13 @@ def price_choice(plan: Path, pins: tuple[str, ...]) -> tuple[str, str, str, str]
     """Prices pinned choices (`tp=8`) from a plan's IR: the cells from `layout` on."""
     (allocate, *_), ir_file = what_if.load_before_allocate(plan)
     assert isinstance(allocate, Allocate)
-    allocate = dataclasses.replace(allocate, set=tuple(f"{SECTION}.{pin}" for pin in pins), fit=False)
-    solved = allocate.solve_closed_form(graph_of(parse_module(ir_file.read_text())))
+    allocate = dataclasses.replace(
+        allocate, set=tuple(f"{SECTION}.{pin}" for pin in (ON_DEVICES, *pins)), fit=False
+    )
+    try:
+        solved = allocate.solve_closed_form(graph_of(parse_module(ir_file.read_text())))
+    except UserError:  # the host has no memory for what leaves a device
+        return "-", "no", "-", "-"
     chosen = solved.problem.sections[SECTION][solved.solution.assignment.choice[SECTION]]
     fits = chosen.memory <= solved.work.cluster.device.usable_memory
     seconds = f"{solved.solution.time_ns / 1e9:.2f}" if fits else "-"
@@ -98,7 +108,9 @@ def iter_rows(length: int, folder: Path) -> Iterator[tuple[object, ...]]:
     (section,) = compiled.user_sections
     mesh = section.mesh
     made = Candidate(mesh.dp, section.micro_batch, 0, tp=mesh.tp, pp=mesh.pp, cp=mesh.cp)
-    made = dataclasses.replace(made, recompute=section.recompute, sharding=section.sharding)
+    made = dataclasses.replace(
+        made, recompute=section.recompute, sharding=section.sharding, offload=section.offload
+    )
     seconds = compiled.predicted_step_s
     step = f"{seconds:.2f}" if seconds is not None else "-"
     yield length, "no pin", describe_layout(made), "yes", f"{section.memory_gib:.1f}", step
