@@ -176,6 +176,9 @@ class _OrderSearch:
 
     def __init__(self, step: StepTasks, blocks: list[list[MovableBlock]], initial: TimedOrder) -> None:
         self.graph, self.best = step.graph, initial
+        # Tasks with a priority that comes from the task that they follow: theirs before that is not read.
+        self.followers = set(step.graph.followers)
+        self.is_simulated = False  # whether `best` is what the tasks give by list scheduling
         self.random = random.Random(0)
         self.simulated_count = self.failed_count = 0
         self.rank_work_ns = [0] * step.graph.rank_count  # ns
@@ -213,6 +216,9 @@ class _OrderSearch:
     def try_priority_swap(self, a: int, b: int) -> None:
         """Swaps two tasks' priorities and keeps that if the step gets no longer."""
         priority = self.graph.priority
+        if a in self.followers and b in self.followers and a != b and self.is_simulated:
+            self.count_try(False)  # it would give the same step again
+            return
         priority[a], priority[b] = priority[b], priority[a]
         if a != b and not self.keep_if_shorter():
             priority[a], priority[b] = priority[b], priority[a]
@@ -240,9 +246,12 @@ class _OrderSearch:
 
     def keep_if_shorter(self) -> bool:
         order, _, time, last = simulate_tasks(self.graph)
-        self.simulated_count += 1
-        self.failed_count = 0 if time < self.best[1] else self.failed_count + 1
+        self.count_try(time < self.best[1])
         if time <= self.best[1]:
-            self.best, self.last_rank = (order, time), last
+            self.best, self.last_rank, self.is_simulated = (order, time), last, True
             return True
         return False
+
+    def count_try(self, is_shorter: bool) -> None:
+        self.simulated_count += 1
+        self.failed_count = 0 if is_shorter else self.failed_count + 1

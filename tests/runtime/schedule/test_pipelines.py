@@ -16,6 +16,7 @@ from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import Cost, Input, Symbol, plan_to_json
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.schedule.list_scheduler import TaskGraph, simulate_tasks
+from secc.runtime.schedule.order_search import _OrderSearch
 from secc.runtime.schedule.scheduler import schedule_batch, schedule_with_makespan
 from secc.runtime.validation.full_check import check_schedule
 from secc.simulate.simulator import simulate
@@ -78,6 +79,38 @@ def test_no_search_if_all_micro_batches_are_equal(monkeypatch):
             ),
             [make_sample(i, length=1 + i) for i in range(8)],
         )
+
+
+def test_priorities_of_later_stages_are_not_tried(monkeypatch):
+    """A later stage takes micro-batches as the first one starts them, so a swap there changes nothing: the
+    search finds the same step with fewer simulations."""
+    lm = [
+        make_stages("lm", [[0, 2], [1, 3]], in_flight=(3, 2), forward="100000*S", backward=f"{backward}*S")
+        for backward in (200000, 300000)
+    ]
+    batches = [[make_sample(i, length=1 + i * i % 23) for i in range(n)] for n in (7, 12, 16)]
+
+    def find_steps() -> tuple[list[object], int]:
+        tried = list[int]()
+
+        def counted(graph):
+            tried.append(len(graph.rank_of))
+            return simulate_tasks(graph)
+
+        monkeypatch.setattr("secc.runtime.schedule.order_search.simulate_tasks", counted)
+        found = [schedule_with_makespan(make_plan(s, stage_edges(s), 4), b) for s in lm for b in batches]
+        return found, len(tried)
+
+    steps, tries = find_steps()
+    init = _OrderSearch.__init__
+
+    def without_followers(self, *given):
+        init(self, *given)
+        self.followers = set()
+
+    monkeypatch.setattr(_OrderSearch, "__init__", without_followers)
+    same_steps, more_tries = find_steps()
+    assert steps == same_steps and tries < more_tries
 
 
 def test_stages_without_messages_between_them_keep_one_order():
