@@ -36,6 +36,11 @@ _LABEL_SHAPE_OPS = frozenset({
     "view", "_unsafe_view", "reshape", "flatten", "squeeze", "unsqueeze", "clone", "contiguous",
     "alias", "detach", "slice", "select", "transpose", "permute", "t", "expand",
 })  # fmt: skip
+_PICKING_OPS = frozenset(
+    {"index", "index_select", "gather", "repeat", "roll", "flip"}
+)  # from their first operand
+_COPYING_OPS = frozenset({"slice_scatter", "select_scatter", "stack", "cat", "copy"})  # from all operands
+_FILLS = {"zeros": 0, "ones": 1, "full": -1}  # a number below zero stands for the argument `fill_value`
 
 
 class AllLabels(Enum):
@@ -130,7 +135,7 @@ def mask_counted_labels(
         return None if ctx.has_padded_dim(type) else AllLabels.ALL
     if not isinstance(maker, GlueOp) or not isinstance(ignored, int):
         return None
-    if maker.base_name in _NON_NEGATIVE_OPS and ignored < 0 and labels is maker.results[-1]:
+    if ignored < 0 and _is_never_negative(labels):
         return AllLabels.ALL
     if maker.base_name in _LABEL_SHAPE_OPS and len(maker.operands) == 1:
         inner = mask_counted_labels(ctx, op, maker.operands[0], ignored)
@@ -140,6 +145,26 @@ def mask_counted_labels(
             else inner
         )
     return _mask_of_filled(ctx, op, maker, ignored, type)
+
+
+def _is_never_negative(value: SSAValue) -> bool:
+    """Whether a tensor holds indices that glue computed, non-negative numbers, and copies of such: the codes
+    of a nearest-neighbour search, shifted into a larger tensor and picked by a mask."""
+    maker = value.owner
+    if not isinstance(maker, GlueOp):
+        return False
+    arguments, name = maker.arguments, maker.base_name.removeprefix("new_").removesuffix("_like")
+    if name in _NON_NEGATIVE_OPS:
+        return value is maker.results[-1]
+    if name in _FILLS:
+        number = _FILLS[name]
+        given = (
+            arguments.get(2 if maker.base_name == "new_full" else 1, "fill_value") if number < 0 else number
+        )
+        return isinstance(given, int | float) and given >= 0
+    if name in _LABEL_SHAPE_OPS | _PICKING_OPS:
+        return _is_never_negative(maker.operands[0])
+    return name in _COPYING_OPS and all(map(_is_never_negative, maker.operands))
 
 
 def _mask_of_filled(
