@@ -4,9 +4,10 @@ of them.
 A move swaps the priorities of two forwards or two backwards of one section, moves a block to another replica,
 or swaps the replicas of two blocks. A block is a micro-batch, or the micro-batches of co-located sections
 that share samples, since a sample stays on its rank. Most moves concern the rank that ends last, because
-others seldom shorten the step. A move is kept if the step gets no longer, and not simulated if a rank would
-get more work than the step takes. The search has a fixed seed and counts its tries, so every rank finds the
-same order. It may take 1/50 of the predicted step time and a quarter of what could be gained at best.
+others seldom shorten the step; its blocks are swapped with shorter ones. A move is kept if the step gets no
+longer, and not simulated if a rank would get more work than the step takes. The search has a fixed seed and
+counts its tries, so every rank finds the same order. It may take 1/50 of the predicted step time and a
+quarter of what could be gained at best.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ MIN_TRIES_DIVISOR = 4  # fewer tries than one for every 4 tasks find nothing
 TRY_NS_PER_TASK = 1400  # time of a try for each task
 MAX_TRIES = 2000
 MOVES_PER_TRY = 4  # moves drawn for each try; moves that overload a rank need no simulation
+DRAWS_PER_SWAP = 8  # partners drawn for a swap, until one promises a gain
 LAST_RANK_MOVE_SHARE = 0.75  # share of moves that concern the rank that ends last
 TASK_SEARCH_PATIENCE = 300  # tries without a gain before giving up
 NEAR_BOUND_DIVISOR = 200  # a step within 1/200 of its lower bound has nothing to gain
@@ -207,11 +209,30 @@ class _OrderSearch:
         elif self.blocks:
             group = self.random.choice(self.blocks)
             candidates = [block for block in group if self.graph.rank_of[block.tasks[0]] == last] or group
-            a, b = self.random.choice(candidates), self.random.choice(group)
-            if kind < 0.75:
+            a = self.random.choice(candidates)
+            if kind < 0.625:
                 self.try_placement([(a, self.random.choice(a.replicas))])
-            elif a is not b:
+            elif (b := self.draw_partner(a, group, last >= 0)) is not None:
                 self.try_placement([(a, self.current_replica(b)), (b, self.current_replica(a))])
+
+    def draw_partner(
+        self, a: MovableBlock, group: Sequence[MovableBlock], lightens: bool
+    ) -> MovableBlock | None:
+        """Draws a block of another replica to swap with `a`; with `lightens` one that takes work from the
+        rank of `a` and overloads no other. None if a few draws find none."""
+        for _ in range(DRAWS_PER_SWAP):
+            b = self.random.choice(group)
+            if self.current_replica(a) == self.current_replica(b):
+                continue
+            less = self.block_work_ns(a) - self.block_work_ns(b)
+            other = self.graph.rank_of[b.tasks[0]]
+            if not lightens or (less > 0 and self.rank_work_ns[other] + less < self.best[1]):
+                return b
+        return None
+
+    def block_work_ns(self, block: MovableBlock) -> int:
+        """The ns that the block's tasks take together."""
+        return sum(self.graph.duration_ns[task] for task in block.tasks)
 
     def try_priority_swap(self, a: int, b: int) -> None:
         """Swaps two tasks' priorities and keeps that if the step gets no longer."""

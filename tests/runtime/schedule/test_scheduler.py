@@ -182,16 +182,19 @@ def test_the_search_simulates_no_step_that_overloads_a_rank(monkeypatch):
 
     monkeypatch.setattr("secc.runtime.schedule.order_search.simulate_tasks", watched)
     schedule_with_makespan(p, [make_sample(i, length=n * 10**6) for i, n in enumerate([3, 3, 2, 2, 2])])
-    assert set(tried) == {6 * 10**9, 7 * 10**9}
+    assert min(tried) == 6 * 10**9 and max(tried) <= 7 * 10**9  # the first order has 7 s on a rank
 
 
-def test_small_batches_end_close_to_the_lower_bound():
+@pytest.mark.parametrize(
+    ("images", "load", "most"), [(0.33, 0.8, 1.031), (0.33, 1.0, 1.05), (0.75, 0.8, 1.06)]
+)
+def test_small_batches_end_close_to_the_lower_bound(images: float, load: float, most: float) -> None:
     ratios: list[float] = []
     for seed in range(10):
-        samples = schedule_mixes.multimodal_batch(64, 0.33, seed)
-        p = schedule_mixes.vlm_plan(samples, 4, 8, 0.8)
+        samples = schedule_mixes.multimodal_batch(64, images, seed)
+        p = schedule_mixes.vlm_plan(samples, 4, 8, load)
         ratios.append(schedule_with_makespan(p, samples)[1] / schedule_bound(p, samples).ns)
-    assert sum(ratios) / 10 < 1.035
+    assert sum(ratios) / 10 < most
 
 
 def test_found_orders_are_valid_and_keep_samples_on_their_rank():
