@@ -18,6 +18,7 @@ from tools.zoo_models.entry import Sample
 from tools.zoo_models.samples import IGNORED, chance, integer
 
 FIRST_WORD, WORDS = 3, 100
+LENGTHS = (5, 18)  # of a text
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def _concatenate(values: Sequence[torch.Tensor]) -> torch.Tensor:
 Draw = Callable[[torch.Generator], Sample]
 
 
-def words(g: torch.Generator, lengths: tuple[int, int] = (5, 18)) -> torch.Tensor:
+def words(g: torch.Generator, lengths: tuple[int, int] = LENGTHS) -> torch.Tensor:
     """A text of random length, `lengths[0] <= n < lengths[1]`."""
     return torch.randint(FIRST_WORD, WORDS, (integer(g, *lengths),), generator=g)
 

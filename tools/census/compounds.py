@@ -13,7 +13,7 @@ import transformers as T
 from torch import nn
 from transformers.models.auto import modeling_auto
 
-from tools.census.batches import Batching, noise, sometimes, words
+from tools.census.batches import LENGTHS, Batching, noise, sometimes, words
 from tools.census.catalog import (
     ModelRow,
     Row,
@@ -24,7 +24,7 @@ from tools.census.catalog import (
     model_rows,
     to_training,
 )
-from tools.census.recipes import Recipe, RecipeError, recipes, try_recipe
+from tools.census.recipes import FIXED, Recipe, RecipeError, recipes, try_recipe
 from tools.census.small_configs import HIDDEN, VOCABULARY
 from tools.zoo_models.entry import Sample, Samples
 from tools.zoo_models.parts import llama
@@ -73,10 +73,16 @@ class DistillationRow(Row):
     is_teacher: bool
 
     def entry(self) -> RowEntry:
-        """Ragged texts."""
-        return first_of_sizes(self.own, self._entry)
+        """Ragged texts, or texts of one length."""
+        try:
+            return first_of_sizes(self.own, self._entry)
+        except Exception as error:  # whatever the model's code raises
+            try:
+                return first_of_sizes(self.own, lambda own: self._entry(own, FIXED))
+            except Exception:
+                raise error from None
 
-    def _entry(self, own: ModelRow) -> RowEntry:
+    def _entry(self, own: ModelRow, lengths: tuple[int, int] = LENGTHS) -> RowEntry:
         def build() -> nn.Module:
             parts = (own.build(), T.LlamaForCausalLM(llama(**_TEXT)))
             return Distillation(*(parts if self.is_teacher else parts[::-1]))
@@ -85,10 +91,10 @@ class DistillationRow(Row):
         batching = Batching(padded, masks={"input_ids": "attention_mask"})
 
         def draw(g: torch.Generator) -> Sample:
-            text = words(g)
+            text = words(g, lengths)
             return {"input_ids": text, "labels": text}
 
-        return _tried(build, Recipe("text", draw, batching))
+        return _tried(build, Recipe("text" if lengths == LENGTHS else "fixed text", draw, batching))
 
 
 class Joined(nn.Module):

@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from tools.census.batches import WORDS, Batching, Draw, boxes, labelled_words, noise, sometimes, words
+from tools.census.batches import (
+    LENGTHS,
+    WORDS,
+    Batching,
+    Draw,
+    boxes,
+    labelled_words,
+    noise,
+    sometimes,
+    words,
+)
 from tools.census.small_configs import IMAGE, LABELS, MELS, PATCH
 from tools.zoo_models.entry import Sample
 from tools.zoo_models.samples import IGNORED, integer
@@ -264,11 +274,13 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
     if "input_ids" in names and ("pixel_values" in names or "image" in names):
         key = "pixel_values" if "pixel_values" in names else "image"
 
+        frames = config_value(config, "num_frames")
+        clip = (int(frames),) if frames is not None else ()
         for size in dict.fromkeys((height, 64)):
 
             def pair(g: torch.Generator, size: int = size) -> Sample:
                 ids = words(g)
-                sample = {"input_ids": ids, key: noise(g, channels, size, size)}
+                sample = {"input_ids": ids, key: noise(g, *clip, channels, size, size)}
                 if "bbox" in names:
                     corners = torch.randint(0, 50, (len(ids), 2), generator=g)
                     sample["bbox"] = torch.cat([corners, corners + 20], 1)
@@ -308,16 +320,30 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
         yield Recipe("sounds", wave, Batching({"input_values": 0.0}, masks=mask))
         yield Recipe("sounds of one length", _drawn("input_values", 1600), Batching())
         yield Recipe("sounds with a channel", _drawn("input_values", 1, 1600), Batching())
+        if "padding_mask" in names:
+            whole = torch.ones(1600, dtype=torch.long)
+
+            def masked_sound(g: torch.Generator) -> Sample:
+                return {"input_values": noise(g, 1, 1600), "padding_mask": whole}
+
+            yield Recipe("sounds with a channel and a mask", masked_sound, Batching())
     if "input_features" in names:
         mels = int(
-            config_value(config, "num_mel_bins", "feature_projection_input_dim", "feature_size", default=MELS)
+            config_value(
+                config,
+                "num_mel_bins",
+                "feature_projection_input_dim",
+                "feature_size",
+                "input_dim",
+                default=MELS,
+            )
         )
+        mask = next((m for m in ("attention_mask", "input_features_mask") if m in names), "")
+        masks = {"input_features": mask} if mask else {}
 
         def mel(g: torch.Generator) -> Sample:
             return {"input_features": noise(g, integer(g, 60, 100), mels)}
 
-        mask = next((m for m in ("attention_mask", "input_features_mask") if m in names), "")
-        masks = {"input_features": mask} if mask else {}
         yield Recipe("spectrograms", mel, Batching({"input_features": 0.0}, masks=masks))
         length = 2 * int(config_value(config, "max_source_positions", default=32))
         heard = {"input_features_mask": torch.ones(length, dtype=torch.long)}
@@ -375,10 +401,10 @@ def _texts(names: set[str], config: Any, choices: int) -> Iterator[Recipe]:
     masked = {"input_ids": "attention_mask"} if "attention_mask" in names else {}
     separator = int(config_value(config, "sep_token_id", default=END))
     forms = {
-        "text": ((5, 18), []),
+        "text": (LENGTHS, []),
         "fixed text": (FIXED, []),
-        "text with an end": ((5, 18), [END]),
-        "text with separators": (FIXED if choices else (5, 18), [separator, separator, 3, separator]),
+        "text with an end": (LENGTHS, [END]),
+        "text with separators": (FIXED if choices else LENGTHS, [separator, separator, 3, separator]),
     }
     for name, (lengths, end) in forms.items():
 
@@ -476,7 +502,7 @@ def _language(task: str, names: set[str], config: Any, model: nn.Module) -> Iter
     if task in ("causal", "multimodal", "seq2seq") and names & _MODAL:
         modalities = [*_modalities(names, config, model), *modalities]
     for optional in modalities or [[]]:
-        for lengths in ((5, 18), FIXED):
+        for lengths in (LENGTHS, FIXED):
 
             def draw(
                 g: torch.Generator,

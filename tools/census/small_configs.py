@@ -109,11 +109,29 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": _MROPE | {"mrope_section": [2, 0, 0]}},
     "paddleocr_vl_text": {"rope_parameters": _MROPE},
     "cosmos3_edge_text": {"rope_parameters": _MROPE},
+    "hy_v4_vl_text": {"rope_parameters": _MROPE | {"mrope_section": [2, 1, 1]}},
+    **{t: {"rope_parameters": _MROPE} for t in ("hunyuan_vl_text", "glm_image_text", "qwen2_5_omni_text")},
+    **{t: {"window_size": 1} for t in ("swin", "donut-swin")},
+    **{
+        t: {
+            "width_coefficient": 1.0,
+            "depth_coefficient": 1.0,
+            "in_channels": [32, 16, 24],
+            "out_channels": [16, 24, 32],
+            "kernel_sizes": [3, 3, 5],
+            "strides": [1, 2, 2],
+            "depthwise_padding": [],
+            "num_block_repeats": [1, 1, 1],
+            "expand_ratios": [1, 2, 2],
+            "hidden_dim": 1280,
+        }
+        for t in ("efficientnet", "align_vision_model")
+    },
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "dots1": {"n_shared_experts": 1},
-    "mimi": {"upsample_groups": HIDDEN},
+    **{t: {"upsample_groups": HIDDEN} for t in ("mimi", "pocket_tts_audio_tokenizer")},
     "reformer": {
         "is_decoder": True,
         "axial_pos_embds": False,
@@ -154,7 +172,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     **{t: {"num_blocks": 1} for t in ("eomt", "eomt_dinov3", "videomt")},
     "lw_detr_vit": {"num_windows": 4},
     "lw_detr": {"num_windows": 4, "projector_scale_factors": [1.0]},
-    "bridgetower": {"hidden_size": 64},
+    **{t: {"hidden_size": 64} for t in ("bridgetower", "bridgetower_text_model", "bridgetower_vision_model")},
+    **{
+        t: {"vision_start_token_id": VOCABULARY - 2, "vision_end_token_id": VOCABULARY - 3}
+        for t in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+    },
     **{
         t: {"prediction_length": 4, "context_length": 12}
         for t in ("time_series_transformer", "autoformer", "informer")
