@@ -122,7 +122,7 @@ def _compile_as_told(result: RowResult, model: Path) -> CompiledPlan:
 def _options(result: RowResult) -> CompileOptions:
     name, _, value = result.option.partition(" ")
     return CompileOptions(
-        cluster=CLUSTER,
+        cluster=value if name == "--cluster" else CLUSTER,
         global_batch=GLOBAL_BATCH,
         global_sums=name == "--global-sums",
         whole_batch=(value,) if name == "--whole-batch" else (),
@@ -131,8 +131,10 @@ def _options(result: RowResult) -> CompileOptions:
 
 def _named_option(remedy: str) -> str:
     """The option of an exact plan that a remedy names, "" if there is none."""
-    found = re.search(r"--whole-batch [\w.]+|--global-sums", remedy)
-    return found[0] if found else ""
+    if found := re.search(r"--whole-batch [\w.]+|--global-sums", remedy):
+        return found[0]
+    fewer = re.search(r"use at most (\d+) ranks", remedy)
+    return f"--cluster local:{fewer[1]}" if fewer else ""
 
 
 def _run_in_float64(result: RowResult, folder: Path) -> str:
