@@ -22,7 +22,7 @@ from secc.alloc.problem.size_spread import PERMILLE, SizeSpread, measure_spread
 from secc.alloc.problem.types import ReplicaShape
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation
-from secc.cost.model.tp_pp_scaling import StageShares, stage_shares
+from secc.cost.model.tp_pp_scaling import PARAMETER_COUNTS, StageShares, stage_shares
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.schedule.load_balance import assign_in_rounds
@@ -173,3 +173,20 @@ def test_what_lies_outside_of_layers_is_found() -> None:
     at = {name: 8 for name in ("B", "S", "I")}
     ratio = evaluate_expr(uneven.cost.work, at) / evaluate_expr(even.cost.work, at)
     assert ratio == pytest.approx(2, rel=0.01)  # half of the work instead of a quarter
+
+
+def test_first_and_last_stages_hold_what_lies_outside_of_layers() -> None:
+    """All stages together have each parameter once, and the ends have their embedding and head; tied ones
+    are on both. Chunks in a V have both ends on the first rank."""
+    work, own = language_model()
+    counts = [dict.fromkeys(PARAMETER_COUNTS, 0) | {"params": n} for n in (100_000, 300_000, 400_000)]
+    whole = replace(own, cost=replace(own.cost, layers=8), outside=tuple(counts))
+    layer = (own.cost.params - 400_000) / 8
+
+    def stage_params(shape: ReplicaShape, *stages: int) -> list[int]:
+        return [compute_rank_load(whole, shape, work.cluster, stage=i).cost.params for i in stages]
+
+    assert stage_params(ReplicaShape(pp=2), 0, 1) == [4 * layer + 100_000, 4 * layer + 300_000]
+    assert stage_params(ReplicaShape(pp=2, tp=2), 0, 1) == [2 * layer + 50_000, 2 * layer + 150_000]
+    v = ReplicaShape(pp=2, chunks=2, placement="v")
+    assert stage_params(v, 0, 3, 1, 2) == 2 * [4 * layer + 400_000] + 2 * [4 * layer]
