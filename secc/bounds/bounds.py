@@ -233,18 +233,24 @@ def _best_set_bound(jobs: Sequence[_BoundJob], ranks: int) -> int:
         sorted(jobs, key=lambda j: -j.tail),
         sorted(jobs, key=lambda j: -j.head - j.tail),
     )
-    return max(
-        (_set_bound(order[:k], ranks) for order in orders for k in _prefix_sizes(len(jobs))), default=0
-    )
+    best, sizes = 0, sorted(_prefix_sizes(len(jobs)))
+    for order in orders:
+        works = list(accumulate(j.weight for j in order))
+        heads, tails = [j.head for j in order], [j.tail for j in order]
+        for k in sizes:
+            best = _larger_set_bound(best, works[k - 1], heads[:k], tails[:k], min(ranks, k))
+    return best
 
 
-def _set_bound(jobs: Sequence[_BoundJob], ranks: int) -> int:
-    """Minimum over q of (work + q smallest heads + q smallest tails) / q, rounded up."""
-    total = sum(j.weight for j in jobs)
-    heads = accumulate(sorted(j.head for j in jobs))
-    tails = accumulate(sorted(j.tail for j in jobs))
-    sums = zip(range(1, min(ranks, len(jobs)) + 1), heads, tails, strict=False)
-    return min(-(-(total + h + t) // q) for q, h, t in sums)
+def _larger_set_bound(best: int, work: int, heads: list[int], tails: list[int], ranks: int) -> int:
+    """Maximum of `best` and of the minimum over q of (work + q smallest heads + q smallest tails) / q,
+    rounded up."""
+    heads.sort()
+    tails.sort()
+    if -(-(work + sum(heads[:ranks]) + sum(tails[:ranks])) // ranks) <= best:
+        return best  # the minimum is no larger than this for all ranks
+    sums = zip(range(1, ranks + 1), accumulate(heads), accumulate(tails), strict=False)
+    return max(best, min(-(-(work + h + t) // q) for q, h, t in sums))
 
 
 def _prefix_sizes(n: int) -> Iterable[int]:
