@@ -189,6 +189,13 @@ def first_argument_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named
     return _mark_all(func(*args, **kwargs), _require_mark(args[0]))
 
 
+def complex_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
+    """view_as_complex, number by number if the last dim, which has the two parts, is not that of the rows."""
+    mark = mark_of(args[0])
+    rule = gathering_rule if mark is not None and mark.dim == args[0].ndim - 1 else first_argument_rule
+    return rule(mode, func, args, kwargs)
+
+
 def prelu_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
     """prelu, entry by entry if it has one weight and not one for each entry of dim 1."""
     weight = _argument(args, kwargs, 1, "weight")
@@ -788,7 +795,7 @@ ELEMENTWISE_FUNCTIONS = (
 FIRST_ARGUMENT_FUNCTIONS = (
     "to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type_as", "contiguous", "clone",
     "detach", "cpu", "cuda", "zeros_like", "ones_like", "empty_like", "full_like", "data.get", "real.get",
-    "imag.get", "alias", "_to_copy", "lift_fresh", "requires_grad", "view_as_real", "view_as_complex",
+    "imag.get", "alias", "_to_copy", "lift_fresh", "requires_grad", "view_as_real",
 )
 DIM_MOVING_FUNCTIONS = (
     "transpose", "permute", "movedim", "swapaxes", "swapdims", "moveaxis", "t", "T.get", "mT.get", "adjoint",
@@ -828,6 +835,7 @@ FUNCTION_RULES: dict[str, RowRule] = {
     "flatten": flatten_rule,
     "unflatten": unflatten_rule,
     **dict.fromkeys(DIM_MOVING_FUNCTIONS, permute_rule),
+    "view_as_complex": complex_rule,
     "squeeze": squeeze_rule,
     "expand": expand_rule,
     "expand_as": expand_as_rule,
