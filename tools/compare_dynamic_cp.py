@@ -49,7 +49,7 @@ ABOUT = (
     "nothing has been timed on a GPU. Best layout, static cp: of a free search in which all of cp share "
     "each sample. layout of the plan: of the sections that have cp; its steps if all ranks of cp share each "
     "sample, if a sample goes to one rank or to all, and to any divisor of cp. ratio: of the plan's step to "
-    "that with static cp. samples by degree: of sections with cp in the plan. uniform, mimo: with a cp "
+    "that with static cp. samples by degree: of sections that deal them. uniform, mimo: with a cp "
     "that is static. GiB: the most that a rank holds in the first batch."
 )
 
@@ -71,11 +71,11 @@ def describe_layout(plan: Plan) -> str:
 
 
 def samples_by_degree(steps: Sequence[SimulatedStep]) -> str:
-    """How many samples of sections with cp are computed by how many ranks of a replica."""
+    """How many samples of sections that deal them are computed by how many ranks of a replica."""
     found = Counter[int]()
     for step in steps:
         costs = PredictedCosts(step.plan, step.samples, step.schedule.own_samples)
-        for section in (s for s in step.plan.sections if s.mesh.cp > 1):
+        for section in (s for s in step.plan.sections if s.may_deal):
             for micro in step.schedule.micro_batches[section.name]:
                 (parts,) = costs.deal_samples(section, [micro.samples])
                 found[section.mesh.cp // max(1, len(parts))] += len(micro.samples)
