@@ -9,10 +9,18 @@ import sys
 from secc.runtime.training.rendezvous import listen_on
 
 CODE = "from secc.runtime.training.rendezvous import *; agree_on_restarts(); print(torchrun_restarts())"
-# Then rank 0 listens at the same address, and the other one joins it, as in the store of an attempt.
-MEETING = (
-    "store = open_store(int(os.environ['RANK']), 'plan'); store.set('at', 'the attempt'); store.get('at')"
-)
+# Then rank 0 listens at the same address, and the other one joins it, as in the store of an attempt. Rank 0
+# ends last, since its store ends with it.
+MEETING = """
+rank = int(os.environ["RANK"])
+store = open_store(rank, "plan")
+if rank == 0:
+    store.set("at", "the attempt")
+    store.get("joined")
+else:
+    store.get("at")
+    store.set("joined", "by rank 1")
+"""
 
 
 def start_rank(rank: int, restarts: int, port: int, has_store: bool, code: str) -> subprocess.Popen[str]:
@@ -29,7 +37,7 @@ def test_all_ranks_take_a_number_that_no_attempt_had() -> None:
     for own, agreed in (((0, 1), 1), ((1, 1), 2)):
         late = start_rank(1, own[1], store.port, True, CODE)  # finds the name of the attempt before
         ranks = [start_rank(0, own[0], store.port, True, CODE), late]
-        counts = [int(rank.communicate(timeout=150)[0]) for rank in ranks]
+        counts = [int(rank.communicate(timeout=60)[0]) for rank in ranks]
         assert counts == [agreed, agreed]
 
 
@@ -38,6 +46,6 @@ def test_agents_without_a_store_leave_no_rank_behind() -> None:
     listener = listen_on("127.0.0.1")
     port = listener.port
     del listener
-    ranks = [start_rank(rank, rank, port, False, f"import os; {CODE}; {MEETING}") for rank in (0, 1)]
-    counts = [int(rank.communicate(timeout=150)[0]) for rank in ranks]
+    ranks = [start_rank(rank, rank, port, False, f"import os\n{CODE}\n{MEETING}") for rank in (0, 1)]
+    counts = [int(rank.communicate(timeout=60)[0]) for rank in ranks]
     assert counts == [1, 1] and [rank.wait() for rank in ranks] == [0, 0]
