@@ -40,7 +40,6 @@ _PICKING_OPS = frozenset(
     {"index", "index_select", "gather", "repeat", "roll", "flip"}
 )  # from their first operand
 _COPYING_OPS = frozenset({"slice_scatter", "select_scatter", "stack", "cat", "copy"})  # from all operands
-_FILLS = {"zeros": 0, "ones": 1, "full": -1}  # a number below zero stands for the argument `fill_value`
 
 
 class AllLabels(Enum):
@@ -156,12 +155,11 @@ def _is_never_negative(value: SSAValue) -> bool:
     arguments, name = maker.arguments, maker.base_name.removeprefix("new_").removesuffix("_like")
     if name in _NON_NEGATIVE_OPS:
         return value is maker.results[-1]
-    if name in _FILLS:
-        number = _FILLS[name]
-        given = (
-            arguments.get(2 if maker.base_name == "new_full" else 1, "fill_value") if number < 0 else number
-        )
-        return isinstance(given, int | float) and given >= 0
+    if name in {"zeros", "ones"}:
+        return True
+    if name == "full":
+        number = arguments.get(2 if maker.base_name == "new_full" else 1, "fill_value")
+        return isinstance(number, int | float) and number >= 0
     if name in _LABEL_SHAPE_OPS | _PICKING_OPS:
         return _is_never_negative(maker.operands[0])
     return name in _COPYING_OPS and all(map(_is_never_negative, maker.operands))

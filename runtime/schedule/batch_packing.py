@@ -319,7 +319,7 @@ def _dealt_run_times(
                 divided = [INFEASIBLE_NS if no else ns for ns, no in zip(divided, large, strict=True)]
         times = [
             ns if dealt >= INFEASIBLE_NS else dealt
-            for ns, dealt in zip(divided, dealt_runs.times(length), strict=True)
+            for ns, dealt in zip(divided, dealt_runs.run_times(length), strict=True)
         ]
         if min(times) == INFEASIBLE_NS and length >= section.mesh.cp:
             break

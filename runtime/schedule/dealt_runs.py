@@ -32,7 +32,7 @@ class DealtRuns:
         self.at = [s.name for s in self.stages].index(section.name)
         self.kinds = [_SubgroupRuns(self, k) for k in range(len(section.subgroups))]
 
-    def times(self, length: int) -> list[int]:
+    def run_times(self, length: int) -> list[int]:
         """Returns the ns of each run of `length` samples, INFEASIBLE_NS for one that is not dealt. Lengths
         have to be asked for in ascending order."""
         count = len(self.group) - length + 1
@@ -42,7 +42,7 @@ class DealtRuns:
             return [INFEASIBLE_NS if d is None else d.total_ns for d in dealt]
         best, own = [INFEASIBLE_NS] * count, [INFEASIBLE_NS] * count
         for kind in self.kinds:
-            if (by_stage := kind.times(length)) is None:
+            if (by_stage := kind.run_times(length)) is None:
                 continue
             total = by_stage[0] if len(by_stage) == 1 else list(map(sum, zip(*by_stage, strict=True)))
             own = [
@@ -86,7 +86,7 @@ class _SubgroupRuns:
         """Whether some subgroup gets several samples of a run."""
         return self.count < length <= self.runs.section.micro_batch * self.count
 
-    def times(self, length: int) -> list[list[int]] | None:
+    def run_times(self, length: int) -> list[list[int]] | None:
         """Returns the ns of each run by stage, at least INFEASIBLE_NS for one that does not fit; None where
         a run has too few or too many samples."""
         if 1 < length <= self.count:

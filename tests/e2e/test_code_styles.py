@@ -183,7 +183,9 @@ def test_python_may_pad_the_narrower_of_two_inputs() -> None:
 
 def test_a_width_that_forward_computes_from_durations_is_each_micro_batch_s_own() -> None:
     plan = compiled("repeated_phonemes").plan
-    assert plan.widths == "own" and str(plan.checks["widths"]).startswith("forward refuses wider batches")
+    assert plan.widths == "own" and str(plan.checks["widths"]).startswith(
+        "a plan at the global batch's widths fails"
+    )
 
 
 NAMES = ["listed", "boxes", "per_sample", "kept", "chunked_loss", "task_heads"]

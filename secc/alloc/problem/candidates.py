@@ -521,11 +521,11 @@ def _move_to_ends(cost: SectionCost, outside: Sequence[Mapping[str, int]], share
         return replace(cost, **counts)
     logits = scale_expression(cost.logits_saved, share.last / share.layers) if share.last else "0"
 
-    def move(saved: str) -> str:
+    def move_logits(saved: str) -> str:
         return f"{saved} - ({cost.logits_saved}) + {logits}"
 
-    recompute = {way: replace(costs, saved=move(costs.saved)) for way, costs in cost.recompute.items()}
-    saved, outside_saved = move(cost.saved), move(cost.outside_saved)
+    recompute = {way: replace(costs, saved=move_logits(costs.saved)) for way, costs in cost.recompute.items()}
+    saved, outside_saved = move_logits(cost.saved), move_logits(cost.outside_saved)
     return replace(
         cost, saved=saved, outside_saved=outside_saved, logits_saved=logits, recompute=recompute, **counts
     )

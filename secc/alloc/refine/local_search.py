@@ -110,12 +110,14 @@ def refine_by_simulation(
     with process_map.process_mapper(evaluate_request) as evaluate_in_parallel:
 
         def evaluate_here(requests: Sequence[BatchRequest]) -> list[Evaluation]:
-            return evaluator.recall(
+            return evaluator.evaluate_once(
                 [(a, hand_out(a), batch) for a, batch in requests], lambda new: [*map(evaluate_request, new)]
             )
 
         def evaluate_on_all_cores(requests: Sequence[BatchRequest]) -> list[Evaluation]:
-            return evaluator.recall([(a, hand_out(a), batch) for a, batch in requests], evaluate_in_parallel)
+            return evaluator.evaluate_once(
+                [(a, hand_out(a), batch) for a, batch in requests], evaluate_in_parallel
+            )
 
         return _LocalSearch(
             evaluator, problem, neighbourhood, margin, evaluate_here, evaluate_on_all_cores

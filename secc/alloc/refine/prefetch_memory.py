@@ -109,7 +109,7 @@ def _edge_with_buffer(work: Workload, asked: Problem, edge: AllocEdge, size: int
 
 
 def _message_bytes(work: Workload, crossing: SectionTransfer, samples: int) -> int:
-    """Bytes of the results of so many mean samples of the pattern with the largest."""
+    """Bytes of the results of `samples` mean samples, of the pattern with the largest results."""
     sizes = (
         micro_batch_sizes(work.graph, p.sizes, samples) for p in work.loads[crossing.src].active_patterns
     )

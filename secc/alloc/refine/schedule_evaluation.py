@@ -148,7 +148,7 @@ class PlanEvaluator:
 
     `run_ahead`: bytes that frozen sections may keep for the next step, None for what memory allows
     (`secc.alloc.refine.prefetch_memory`). `known`: evaluations of plans of the same work, which problems with
-    other candidates or prices share; `recall` adds to them.
+    other candidates or prices share; `evaluate_once` adds to them.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class PlanEvaluator:
         tasks = 2 * stages * sum(map(len, self.batches))
         map_requests = process_map.map_in_processes if tasks >= MIN_PARALLEL_TASKS else map
         return mean_evaluation(
-            self.recall(
+            self.evaluate_once(
                 [(assignment, ranks, i) for i in range(len(self.batches))],
                 lambda requests: [
                     *map_requests(
@@ -181,7 +181,7 @@ class PlanEvaluator:
             )
         )
 
-    def recall(
+    def evaluate_once(
         self,
         requests: Sequence[EvaluationRequest],
         evaluate: Callable[[Sequence[EvaluationRequest]], Sequence[Evaluation]],

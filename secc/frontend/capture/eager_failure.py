@@ -74,18 +74,18 @@ def _explain_default_batch(
         lengths = [len(v) for v in held if v.ndim in (2, 3)]
         if isinstance(value, torch.Tensor) and len(set(lengths)) > 1 and len(value) == sum(lengths):
             joined.append(f"{key} {list(value.shape)}")
-    told = ""
+    explanation = ""
     if partial:
-        told += (
+        explanation += (
             f"; without collate(), samples that lack a key have no rows of it, here {', '.join(partial)} "
             "samples: let forward take such batches, or write `collate(samples) -> dict`"
         )
     if joined:
-        told += (
+        explanation += (
             f"; without collate(), rows of all samples are joined along dim 0 in this batch, as in "
             f"{', '.join(joined)}: write `collate(samples) -> dict` if forward expects [samples, longest, …]"
         )
-    return told
+    return explanation
 
 
 def blame_compute_dtype(error: UserError, dtype: str, model: nn.Module) -> UserError:

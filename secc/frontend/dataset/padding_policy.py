@@ -45,7 +45,7 @@ class WidthsReason(Enum):
     CHOSEN = "--widths chose it, and nothing was tested"
     UNPADDED = "no input has a padded width"
     AFFECTED = "padding changes the loss or a gradient, or wider batches are refused"
-    NEEDED = "forward refuses wider batches; with their own widths the plan was compared with plain PyTorch"
+    NEEDED = "a plan at the global batch's widths fails; this one was compared with plain PyTorch"
     TOO_LARGE = "the model is too large to be run here, and has no small_model() that takes these samples"
 
 

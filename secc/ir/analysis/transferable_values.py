@@ -126,7 +126,7 @@ def require_rows_covered(
     if src_when and not covered and not has_no_rows(graph, how.rows, src_when):
         raise NotTransferable(
             f"samples without {' and '.join(src_when)}, which the first does not see, have rows of it too; "
-            f"none if collate() joins those of all samples along dim 0"
+            "they have none where collate() joins the rows of all samples along dim 0"
         )
 
 

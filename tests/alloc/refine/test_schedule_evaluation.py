@@ -77,17 +77,20 @@ def test_a_plan_is_evaluated_once_in_all_problems_of_the_same_work() -> None:
     plan = Assignment({"vision": 0, "lm": 1}, GROUPS)
     ranks = {"vision": [6, 7], "lm": [*range(6)]}
     first = PlanEvaluator(work, asked)
-    known = first.recall([(plan, ranks, None), (plan, ranks, 0)], evaluate)
+    known = first.evaluate_once([(plan, ranks, None), (plan, ranks, 0)], evaluate)
     assert len(evaluated) == 2
     turned = replace(asked, sections={s: cs[::-1] for s, cs in asked.sections.items()})
     same = Assignment(
         {"vision": len(asked.sections["vision"]) - 1, "lm": len(asked.sections["lm"]) - 2}, GROUPS
     )
     second = PlanEvaluator(work, turned, known=first.known)
-    assert second.recall([(same, ranks, None), (same, ranks, 0)], evaluate) == known and len(evaluated) == 2
-    assert second.recall([(same, ranks, 1)], evaluate) != known[1:] and len(evaluated) == 3
+    assert (
+        second.evaluate_once([(same, ranks, None), (same, ranks, 0)], evaluate) == known
+        and len(evaluated) == 2
+    )
+    assert second.evaluate_once([(same, ranks, 1)], evaluate) != known[1:] and len(evaluated) == 3
     lm = asked.sections["lm"]
     dearer = (lm[0], replace(lm[1], time_ns=2 * lm[1].time_ns), *lm[2:])
     third = PlanEvaluator(work, replace(asked, sections={**asked.sections, "lm": dearer}), known=first.known)
-    third.recall([(plan, ranks, 0)], evaluate)
+    third.evaluate_once([(plan, ranks, 0)], evaluate)
     assert len(evaluated) == 4

@@ -193,4 +193,4 @@ def test_runs_cost_what_each_of_them_costs_as_a_micro_batch(
         one_by_one = costs.price_dealt(
             section, [tuple(group[i : i + length]) for i in range(len(group) - length + 1)]
         )
-        assert runs.times(length) == [INFEASIBLE_NS if d is None else d.total_ns for d in one_by_one]
+        assert runs.run_times(length) == [INFEASIBLE_NS if d is None else d.total_ns for d in one_by_one]
