@@ -24,19 +24,15 @@ from secc.alloc.explain.alternatives import explain_choices
 from secc.alloc.explain.infeasibility import explain_infeasibility
 from secc.alloc.explain.least_step import bound_every_plan
 from secc.alloc.problem import pins as pins_
+from secc.alloc.problem.allowed_choices import may_copy_in_place_of_recomputing
 from secc.alloc.problem.build_problem import build_problem, count_usable_ranks
-from secc.alloc.problem.candidates import (
-    SectionLoad,
-    Workload,
-    build_workload,
-    may_copy_in_place_of_recomputing,
-    micro_batch_time_expressions,
-    subgroup_costs,
-)
 from secc.alloc.problem.closed_form import PlanValue, evaluate_assignment
+from secc.alloc.problem.micro_batch_times import micro_batch_time_expressions, subgroup_costs
 from secc.alloc.problem.pins import Pins
+from secc.alloc.problem.section_load import SectionLoad
 from secc.alloc.problem.types import STRATEGIES, Assignment, Candidate, Problem, Solution
 from secc.alloc.problem.whole_batch import pin_whole_batches
+from secc.alloc.problem.workload import Workload, build_workload
 from secc.alloc.refine import prefetch_memory
 from secc.alloc.refine.dealt_sections import DealtPlan, choose_dealing
 from secc.alloc.refine.in_flight_limits import in_flight_limit, subgroup_limit

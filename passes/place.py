@@ -30,8 +30,9 @@ from secc.alloc.placement.rank_placement import (
     placement_cost,
     search_placement,
 )
-from secc.alloc.problem.candidates import SectionLoad, Workload, build_workload, compute_rank_load
+from secc.alloc.problem.section_load import SectionLoad, compute_rank_load
 from secc.alloc.problem.types import ReplicaShape
+from secc.alloc.problem.workload import Workload, build_workload
 from secc.cluster import Cluster
 from secc.cost.model.patterns_and_transfers import micro_batch_sizes
 from secc.ir.analysis.dataflow import get_number, get_string

@@ -24,22 +24,22 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.ir import Operation, SSAValue
 from xdsl.passes import ModulePass
 
-from secc.alloc.problem.candidates import (
+from secc.alloc.problem.candidate_memory import memory_on_rank
+from secc.alloc.problem.candidates import price_candidate
+from secc.alloc.problem.in_flight import (
     IN_FLIGHT_PER_STAGE,
-    SectionLoad,
-    Workload,
-    build_workload,
-    compute_rank_load,
     divide_in_flight_room,
     in_flight_alternating,
     least_in_flight,
-    memory_on_rank,
+)
+from secc.alloc.problem.micro_batch_times import (
     micro_batch_time_expressions,
-    price_candidate,
     subgroup_costs,
     weight_gradient_permille,
 )
+from secc.alloc.problem.section_load import SectionLoad, compute_rank_load
 from secc.alloc.problem.types import ReplicaShape
+from secc.alloc.problem.workload import Workload, build_workload
 from secc.alloc.refine.in_flight_limits import InFlightLimit, bytes_of_one, in_flight_bytes
 from secc.cluster import GIB, Cluster, Device, parse_cluster
 from secc.cost.model import roofline

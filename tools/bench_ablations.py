@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from secc.alloc.problem.build_problem import build_problem
-from secc.alloc.problem.candidates import Workload, build_workload
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Assignment, Problem, Solution
+from secc.alloc.problem.workload import Workload, build_workload
 from secc.alloc.refine import prefetch_memory
 from secc.alloc.refine.local_search import refine_by_simulation
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator

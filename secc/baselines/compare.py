@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from secc.alloc.problem.candidates import gradient_and_optimizer_ns
+from secc.alloc.problem.parameter_update import gradient_and_optimizer_ns
 from secc.baselines.layout import BaselineContext, BaselineLayout, load_context, plan_from_layout
 from secc.baselines.layout_bound import layout_lower_bound
 from secc.baselines.packing import BaselineBatch, cut_micro_batches

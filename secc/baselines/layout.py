@@ -22,8 +22,9 @@ from typing import Any
 from xdsl.dialects.builtin import ModuleOp
 
 from secc import pass_pipeline
-from secc.alloc.problem.candidates import SectionLoad, Workload, build_workload, compute_rank_load
+from secc.alloc.problem.section_load import SectionLoad, compute_rank_load
 from secc.alloc.problem.types import Candidate
+from secc.alloc.problem.workload import Workload, build_workload
 from secc.alloc.refine.in_flight_limits import in_flight_bytes
 from secc.bounds.traffic import parameter_bytes
 from secc.cluster import Cluster, parse_cluster

@@ -22,15 +22,12 @@ from math import ceil
 from typing import NamedTuple
 
 from secc.alloc.problem.build_problem import MAX_EXPERT_PARTS
+from secc.alloc.problem.candidate_memory import memory_on_rank
 from secc.alloc.problem.candidate_pruning import powers_of_two
-from secc.alloc.problem.candidates import (
-    SectionLoad,
-    compute_rank_load,
-    in_flight_alternating,
-    memory_on_rank,
-    price_candidate,
-)
+from secc.alloc.problem.candidates import price_candidate
+from secc.alloc.problem.in_flight import in_flight_alternating
 from secc.alloc.problem.row_parts import row_parts_for_long_samples
+from secc.alloc.problem.section_load import SectionLoad, compute_rank_load
 from secc.alloc.problem.types import Candidate, ReplicaShape
 from secc.baselines.layout import BaselineContext, BaselineLayout, SectionLayout, count_layers
 from secc.cost.model.memory import RankMemory

@@ -20,7 +20,7 @@ from typing import Any
 
 from xdsl.dialects.builtin import FloatAttr, StringAttr, f64
 
-from secc.alloc.problem.candidates import MEASURED_PERMILLE_ATTRIBUTES
+from secc.alloc.problem.section_load import MEASURED_PERMILLE_ATTRIBUTES
 from secc.codegen import plan_builder as plan_codegen
 from secc.driver import what_if
 from secc.errors import UserError

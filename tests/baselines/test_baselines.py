@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from secc.alloc.problem.candidates import build_workload
 from secc.alloc.problem.types import Candidate
+from secc.alloc.problem.workload import build_workload
 from secc.baselines.compare import BaselineComparison, describe_layout, peak_rank_bytes, simulate_step
 from secc.baselines.layout import BaselineContext, BaselineLayout, SectionLayout, plan_from_layout
 from secc.baselines.layout_bound import layout_lower_bound

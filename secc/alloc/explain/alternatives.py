@@ -17,21 +17,20 @@ from typing import Any
 
 from secc.alloc.explain.cost_breakdown import break_down_memory, break_down_time, find_largest_tensor
 from secc.alloc.problem import candidate_pruning
-from secc.alloc.problem.build_problem import expert_parts, parallel_shapes, price_edges
-from secc.alloc.problem.candidates import (
-    SectionLoad,
-    Workload,
-    in_flight_variants,
+from secc.alloc.problem.allowed_choices import (
     list_backward_parts,
     list_offloads,
     list_sharding_and_recompute,
-    price_candidate,
     require_rank_load,
 )
+from secc.alloc.problem.build_problem import expert_parts, parallel_shapes, price_edges
+from secc.alloc.problem.candidates import in_flight_variants, price_candidate
 from secc.alloc.problem.closed_form import evaluate_assignment, groups_that_run_ahead
 from secc.alloc.problem.dealt_prices import DealtPrices
 from secc.alloc.problem.pins import Pins
+from secc.alloc.problem.section_load import SectionLoad
 from secc.alloc.problem.types import Assignment, Candidate, Problem, ReplicaShape, Solution
+from secc.alloc.problem.workload import Workload
 from secc.alloc.refine import prefetch_memory
 from secc.cost.model.section_cost import count_cost_origins
 

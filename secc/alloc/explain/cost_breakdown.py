@@ -1,5 +1,4 @@
-"""Breaks the time and memory of a candidate down into the parts that `secc.alloc.problem.candidates` sums
-up."""
+"""Breaks the time and memory of a candidate down into the parts that `secc.alloc.problem` sums up."""
 
 from __future__ import annotations
 
@@ -10,18 +9,14 @@ from math import ceil
 
 from xdsl.dialects.builtin import StringAttr
 
-from secc.alloc.problem.candidates import (
-    SectionLoad,
-    Workload,
-    busiest_replica_ns,
-    candidate_memory,
-    gradient_and_optimizer_ns,
-    in_flight_alternating,
-    pipeline_bubble_ns,
-    require_rank_load,
-    sample_activation_bytes,
-)
+from secc.alloc.problem.allowed_choices import require_rank_load
+from secc.alloc.problem.candidate_memory import candidate_memory, sample_activation_bytes
+from secc.alloc.problem.in_flight import in_flight_alternating
+from secc.alloc.problem.micro_batch_times import busiest_replica_ns, pipeline_bubble_ns
+from secc.alloc.problem.parameter_update import gradient_and_optimizer_ns
+from secc.alloc.problem.section_load import SectionLoad
 from secc.alloc.problem.types import Candidate
+from secc.alloc.problem.workload import Workload
 from secc.cluster import Overheads
 from secc.cost.model import cp_scaling, roofline, tp_pp_scaling
 from secc.cost.model.cost_expressions import scale_expression

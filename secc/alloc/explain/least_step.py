@@ -25,9 +25,12 @@ from functools import reduce
 from operator import add
 
 from secc.alloc.problem.build_problem import expert_parts, list_rank_loads, parallel_shapes
-from secc.alloc.problem.candidates import SectionLoad, Workload, in_flight_alternating, memory_on_rank
+from secc.alloc.problem.candidate_memory import memory_on_rank
+from secc.alloc.problem.in_flight import in_flight_alternating
 from secc.alloc.problem.pins import Pins
+from secc.alloc.problem.section_load import SectionLoad
 from secc.alloc.problem.types import ReplicaShape
+from secc.alloc.problem.workload import Workload
 from secc.alloc.refine.schedule_evaluation import BatchSamples, plan_symbols
 from secc.bounds.additive import split_additive
 from secc.ir.dialect.ops import strings_of

@@ -10,24 +10,23 @@ from math import ceil
 
 from secc import process_map
 from secc.alloc.problem import candidate_pruning
-from secc.alloc.problem.candidates import (
-    SectionLoad,
-    Workload,
-    fixed_memory_fits,
+from secc.alloc.problem.allowed_choices import (
     list_backward_parts,
     list_offloads,
     list_sharding_and_recompute,
-    price_fitting_candidates,
     require_exchanging_replicas,
     require_offload,
     require_rank_load,
 )
+from secc.alloc.problem.candidates import fixed_memory_fits, price_fitting_candidates
 from secc.alloc.problem.dealt_prices import DealtPrices
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.row_parts import row_part_choices
+from secc.alloc.problem.section_load import SectionLoad
 from secc.alloc.problem.sequence_norms import list_norms
 from secc.alloc.problem.stackable_layers import count_declared_layers
 from secc.alloc.problem.types import ALL_KINDS, AllocEdge, Candidate, DevicePool, Problem, ReplicaShape
+from secc.alloc.problem.workload import Workload
 from secc.cost.model import roofline
 from secc.cost.model.cp_scaling import can_exchange_heads
 from secc.cost.model.patterns_and_transfers import SectionTransfer, micro_batch_sizes

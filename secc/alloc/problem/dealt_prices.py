@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from secc.alloc.problem.candidates import (
-    SectionLoad,
-    Workload,
+from secc.alloc.problem.candidate_memory import candidate_memory
+from secc.alloc.problem.candidates import price_candidate
+from secc.alloc.problem.in_flight import in_flight_alternating
+from secc.alloc.problem.micro_batch_times import (
     busiest_replica_ns,
-    candidate_memory,
-    in_flight_alternating,
     micro_batch_time_expressions,
-    price_candidate,
     subgroup_costs,
 )
+from secc.alloc.problem.section_load import SectionLoad
 from secc.alloc.problem.types import Candidate
+from secc.alloc.problem.workload import Workload
 from secc.runtime.plan.expr_eval import evaluate_expr_columns
 
 LISTED_SAMPLES = 96  # of each pattern, evenly spaced by their time

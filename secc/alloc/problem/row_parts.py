@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from secc.alloc.problem.candidates import SectionLoad, Workload, longest_sample_bytes
+from secc.alloc.problem.candidate_memory import longest_sample_bytes
 from secc.alloc.problem.pins import Pins
+from secc.alloc.problem.section_load import SectionLoad
 from secc.alloc.problem.size_spread import PERMILLE
 from secc.alloc.problem.types import ReplicaShape
+from secc.alloc.problem.workload import Workload
 
 LONG_SAMPLE_MEMORY = Fraction(1, 2)
 LONG_SAMPLE_TIME = 2

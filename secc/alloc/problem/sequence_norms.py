@@ -7,9 +7,10 @@ in both forms, so the faster one counts; the other one is priced only where the 
 
 from __future__ import annotations
 
-from secc.alloc.problem.candidates import SectionLoad, Workload
 from secc.alloc.problem.pins import Pins
+from secc.alloc.problem.section_load import SectionLoad
 from secc.alloc.problem.types import ReplicaShape
+from secc.alloc.problem.workload import Workload
 from secc.runtime.plan.expr_eval import evaluate_expr
 
 

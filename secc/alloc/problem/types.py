@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from secc.runtime.plan.schema import rank_position
+
 STRATEGIES = ("auto", "apart", "colocate", "uniform")
 
 
@@ -38,6 +40,11 @@ class ReplicaShape(NamedTuple):
     def ranks(self) -> int:
         """Number of ranks of a replica."""
         return self.tp * self.pp * self.cp
+
+    def stages_on_rank(self, stage: int) -> list[int]:
+        """The stages on the ranks that have `stage`, first to last."""
+        place = rank_position(stage, self.pp, self.placement)
+        return [s for s in range(self.stages) if rank_position(s, self.pp, self.placement) == place]
 
 
 WHOLE = ReplicaShape()

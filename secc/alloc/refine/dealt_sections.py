@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from secc.alloc.problem.candidates import Workload
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.dealt_prices import DealtPrices
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Candidate, Problem
+from secc.alloc.problem.workload import Workload
 from secc.alloc.refine.local_search import RefinedPlan
 from secc.alloc.refine.schedule_evaluation import GroupRanks, PlanEvaluator
 

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from secc.alloc.problem.candidates import (
-    Workload,
-    candidate_memory,
-    divide_in_flight_room,
-    in_flight_alternating,
-    least_in_flight,
-    stage_in_flight_limit,
-)
+from secc.alloc.problem.candidate_memory import candidate_memory, stage_in_flight_limit
 from secc.alloc.problem.closed_form import PlanValue
+from secc.alloc.problem.in_flight import divide_in_flight_room, in_flight_alternating, least_in_flight
 from secc.alloc.problem.types import Assignment, Problem, ReplicaShape
+from secc.alloc.problem.workload import Workload
 from secc.cost.model.memory import RankMemory
 
 

@@ -18,10 +18,10 @@ from dataclasses import replace
 from functools import cache
 from math import ceil
 
-from secc.alloc.problem.candidates import Workload
 from secc.alloc.problem.closed_form import PlanValue, groups_that_run_ahead
 from secc.alloc.problem.size_spread import PERMILLE
 from secc.alloc.problem.types import AllocEdge, Assignment, Candidate, Problem
+from secc.alloc.problem.workload import Workload
 from secc.cost.model.patterns_and_transfers import SectionTransfer, micro_batch_sizes
 from secc.errors import UserError
 from secc.runtime.plan.expr_eval import evaluate_expr

@@ -23,17 +23,17 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from secc import process_map
-from secc.alloc.problem.candidates import (
-    SectionLoad,
-    Workload,
-    candidate_memory,
+from secc.alloc.problem.candidate_memory import candidate_memory
+from secc.alloc.problem.closed_form import evaluate_assignment as value
+from secc.alloc.problem.micro_batch_times import (
     micro_batch_time_expressions,
     subgroup_costs,
-    update_times,
     weight_gradient_permille,
 )
-from secc.alloc.problem.closed_form import evaluate_assignment as value
+from secc.alloc.problem.parameter_update import update_times
+from secc.alloc.problem.section_load import SectionLoad
 from secc.alloc.problem.types import Assignment, Candidate, Problem
+from secc.alloc.problem.workload import Workload
 from secc.alloc.refine import prefetch_memory as ahead
 from secc.alloc.refine.in_flight_limits import InFlightLimit, in_flight_limit, subgroup_limit
 from secc.cluster import GIB

@@ -10,9 +10,9 @@ import pytest
 from secc.alloc.explain.least_step import bound_every_plan
 from secc.alloc.problem import candidate_pruning
 from secc.alloc.problem.build_problem import build_problem
-from secc.alloc.problem.candidates import Workload, build_workload
 from secc.alloc.problem.pins import Pins, parse_pins
 from secc.alloc.problem.types import Assignment, Problem
+from secc.alloc.problem.workload import Workload, build_workload
 from secc.alloc.refine.schedule_evaluation import BatchSamples, PlanEvaluator
 from secc.cluster import parse_cluster
 from secc.ir.analysis import sample_sizes

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 
 from secc.alloc.problem.build_problem import build_problem
-from secc.alloc.problem.candidates import build_workload
 from secc.alloc.problem.pins import parse_pins
+from secc.alloc.problem.workload import build_workload
 from secc.alloc.solver.cpsat_model import solve_allocation
 from secc.cluster import parse_cluster
 from secc.errors import UserError

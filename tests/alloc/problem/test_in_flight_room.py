@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from secc.alloc.problem.candidates import divide_in_flight_room
+from secc.alloc.problem.in_flight import divide_in_flight_room
 from secc.alloc.problem.types import ReplicaShape
 from secc.runtime.plan.schema import PLACEMENTS, rank_position
 

@@ -9,9 +9,9 @@ import pytest
 
 from secc.alloc.explain.alternatives import explain_choices
 from secc.alloc.problem.build_problem import build_problem, parallel_shapes
-from secc.alloc.problem.candidates import Workload, build_workload
 from secc.alloc.problem.pins import parse_pins
 from secc.alloc.problem.types import Problem, Solution
+from secc.alloc.problem.workload import Workload, build_workload
 from secc.alloc.solver.cpsat_model import solve_allocation
 from secc.cluster import parse_cluster
 from secc.errors import UserError

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from secc.alloc.problem.build_problem import build_problem
-from secc.alloc.problem.candidates import Workload, build_workload
 from secc.alloc.problem.pins import parse_pins
 from secc.alloc.problem.sequence_norms import list_norms
 from secc.alloc.problem.types import Candidate, ReplicaShape
+from secc.alloc.problem.workload import Workload, build_workload
 from secc.alloc.solver.cpsat_model import solve_allocation
 from secc.cluster import parse_cluster
 from secc.ir.analysis.sample_sizes import SAMPLES_ATTRIBUTE, samples_attr

@@ -9,17 +9,14 @@ from fractions import Fraction
 import pytest
 
 from secc.alloc.problem.build_problem import build_problem
-from secc.alloc.problem.candidates import (
-    SectionLoad,
-    Workload,
-    compute_rank_load,
-    exposed_sums_ns,
-    pipeline_bubble_ns,
-    price_candidate,
-)
+from secc.alloc.problem.candidates import price_candidate
+from secc.alloc.problem.micro_batch_times import pipeline_bubble_ns
+from secc.alloc.problem.parameter_update import exposed_sums_ns
 from secc.alloc.problem.pins import parse_pins
+from secc.alloc.problem.section_load import SectionLoad, compute_rank_load
 from secc.alloc.problem.size_spread import PERMILLE, SizeSpread, measure_spread
 from secc.alloc.problem.types import ReplicaShape
+from secc.alloc.problem.workload import Workload
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation
 from secc.cost.model.tp_pp_scaling import PARAMETER_COUNTS, StageShares, stage_shares

@@ -12,10 +12,11 @@ import pytest
 from secc.alloc.explain import plan_choices
 from secc.alloc.problem import build_problem as problems
 from secc.alloc.problem.build_problem import build_problem
-from secc.alloc.problem.candidates import build_workload, memory_on_rank
+from secc.alloc.problem.candidate_memory import memory_on_rank
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Assignment, Problem
+from secc.alloc.problem.workload import build_workload
 from secc.alloc.refine import schedule_evaluation as trials
 from secc.alloc.refine.local_search import (
     MOST_LIGHTER_PLANS,

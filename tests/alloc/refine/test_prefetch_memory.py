@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from secc.alloc.problem.build_problem import build_problem
-from secc.alloc.problem.candidates import build_workload
 from secc.alloc.problem.pins import Pins
+from secc.alloc.problem.workload import build_workload
 from secc.alloc.refine.prefetch_memory import PREFETCHED_PER_CONSUMER, with_prefetch_buffers
 from secc.cluster import parse_cluster
 from secc.codegen.plan_builder import attribute_value

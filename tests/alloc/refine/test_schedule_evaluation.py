@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 
 from secc.alloc.problem.build_problem import build_problem
-from secc.alloc.problem.candidates import update_times
+from secc.alloc.problem.parameter_update import update_times
 from secc.alloc.problem.pins import parse_pins
 from secc.alloc.problem.types import Assignment
 from secc.alloc.refine.schedule_evaluation import Evaluation, EvaluationRequest, PlanEvaluator

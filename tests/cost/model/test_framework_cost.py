@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from secc.alloc.problem.candidates import build_workload, price_candidate
+from secc.alloc.problem.candidates import price_candidate
 from secc.alloc.problem.types import ReplicaShape
+from secc.alloc.problem.workload import build_workload
 from secc.cluster import Cluster, Framework, parse_cluster
 from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.ir.text_io.module_text import parse_module

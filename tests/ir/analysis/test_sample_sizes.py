@@ -7,7 +7,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.alloc.problem.candidates import build_workload, sample_activation_bytes
+from secc.alloc.problem.candidate_memory import sample_activation_bytes
+from secc.alloc.problem.workload import build_workload
 from secc.cluster import parse_cluster
 from secc.ir.analysis import sample_sizes
 from secc.ir.dialect.ops import GraphOp, graph_of

@@ -1,0 +1,188 @@
+"""Memory of a candidate on a rank: parameters, optimizer states, and what micro-batches keep for backward.
+
+The largest pattern counts, and the largest listed sample in a micro-batch of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+from secc.alloc.problem.in_flight import IN_FLIGHT_PER_STAGE, divide_in_flight_room, least_in_flight
+from secc.alloc.problem.section_load import SectionLoad
+from secc.alloc.problem.types import Candidate
+from secc.alloc.problem.workload import Workload
+from secc.cost.model.memory import RankMemory, rank_memory
+from secc.runtime.plan.expr_eval import evaluate_expr, evaluate_expr_columns
+
+
+def memory_on_rank(
+    work: Workload, load: SectionLoad, dp: int, size: int, sharding: str, recompute: str, micro_batches: int
+) -> RankMemory:
+    """Bytes on a rank by purpose. A micro-batch keeps what backward needs and the tensors that enter and
+    leave the section; the largest pattern counts."""
+    memory = rank_memory(
+        load.cost,
+        *_activation_bytes(work, load, size, recompute),
+        dp * load.shape.cp,
+        sharding,
+        micro_batches,
+        _largest_sample_bytes(work, load, size, recompute),
+        load.shape.offload,
+    )
+    if (copies := load.activation_copies(recompute)) is None:
+        return memory
+    return memory._replace(host_activation=_moved_bytes(work, load, size, copies.moved, recompute))
+
+
+def _moved_bytes(work: Workload, load: SectionLoad, size: int, moved: str, recompute: str) -> int:
+    """Bytes that a micro-batch has in host memory, the largest listed sample alone included."""
+    key = "moved", size, recompute
+    if key not in load.cached_numbers:
+        samples = chain.from_iterable(held for _, held in _sample_bytes(work, load, (moved,)))
+        means = (evaluate_expr(moved, work.mean_micro_batch_sizes(p, size)) for p in load.active_patterns)
+        load.cached_numbers[key] = max((*means, *samples), default=0), 0
+    return load.cached_numbers[key][0]
+
+
+def host_bytes(work: Workload, load: SectionLoad, rank: RankMemory) -> int:
+    """Bytes of host memory of a rank, with as many micro-batches as it may hold in flight."""
+    most = rank.micro_batches
+    if load.name not in work.producing_sections:
+        most = min(most, IN_FLIGHT_PER_STAGE * load.shape.pp)
+    return rank.host_bytes(most)
+
+
+def candidate_memory(work: Workload, load: SectionLoad, c: Candidate) -> RankMemory:
+    """Bytes on one rank under candidate `c`. `load` must be that of a rank (see `Workload.rank_load`)."""
+    return memory_on_rank(work, load, c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches)
+
+
+def stage_in_flight_limit(work: Workload, load: SectionLoad, c: Candidate, stage: int) -> int:
+    """Number of micro-batches that pipeline stage `stage` may hold: its part of up to
+    `IN_FLIGHT_PER_STAGE * pp` micro-batches on its rank where memory allows, at least what `least_in_flight`
+    says.
+
+    `load` is that of a rank of the stage.
+    """
+    rank, device = candidate_memory(work, load, c), work.cluster.device
+    least, most = least_in_flight(c.pp, c.chunks, stage), IN_FLIGHT_PER_STAGE * c.pp
+    if c.chunks == 1:
+        return next((n for n in range(most, least, -1) if rank.fits_device(n, device)), least)
+    free_bytes = max(0, device.usable_memory - rank.fixed - rank.gradients)
+    room = divide_in_flight_room(c.shape, stage, free_bytes, rank.largest_sample // c.chunks)
+    kept = rank.activation * load.stages.held[stage] // load.stages.layers
+    return max(least, min(divide_in_flight_room(c.shape, stage, c.chunks * most), room // max(1, kept)))
+
+
+def _activation_bytes(work: Workload, load: SectionLoad, size: int, recompute: str) -> tuple[int, int]:
+    """(bytes that a micro-batch keeps from forward to backward, bytes that its forward, backward or
+    recomputation needs temporarily)."""
+    if (size, recompute) not in load.cached_numbers:
+        activation = working = 0
+        saved = load.cost_under_recompute(recompute).saved
+        for pattern in load.active_patterns:
+            sizes = work.mean_micro_batch_sizes(pattern, size)
+            activation = max(
+                activation,
+                sum(evaluate_expr(text, sizes) for text in (saved, *edge_size_expressions(work, load))),
+            )
+            working = max(
+                working, *(evaluate_expr(text, sizes) for text in working_expressions(load, recompute))
+            )
+        if load.mode == "forward":
+            working = max(
+                working,
+                *(max(held) for _, held in _sample_bytes(work, load, (load.cost.forward_transient,))),
+                0,
+            )
+        load.cached_numbers[size, recompute] = activation, working
+    return load.cached_numbers[size, recompute]
+
+
+def _largest_sample_bytes(work: Workload, load: SectionLoad, size: int, recompute: str) -> int:
+    """Bytes that the largest listed sample needs in a micro-batch of its own: what it keeps, and what it
+    needs temporarily beyond what a micro-batch of `size` mean samples does."""
+    key = "largest", recompute
+    if key not in load.cached_numbers:
+        needed = _needed_sample_bytes(work, load, recompute)
+        load.cached_numbers[key] = (
+            max((kept for kept, _ in needed), default=0),
+            max(map(sum, needed), default=0),
+        )
+    kept, kept_and_temporary = load.cached_numbers[key]
+    _, working = _activation_bytes(work, load, size, recompute)
+    return max(kept, kept_and_temporary - working)
+
+
+def longest_sample_bytes(work: Workload, load: SectionLoad, recompute: str) -> int:
+    """Bytes of activations that the largest listed sample needs in a micro-batch of its own; `load` is that
+    of a rank."""
+    return max(
+        (kept + temporary for kept, temporary in _needed_sample_bytes(work, load, recompute)), default=0
+    )
+
+
+def _needed_sample_bytes(work: Workload, load: SectionLoad, recompute: str) -> list[tuple[int, int]]:
+    """(bytes kept, bytes needed temporarily) of each listed sample in a micro-batch of its own."""
+    if recompute not in load.cached_sample_bytes:
+        kept = chain.from_iterable(held for _, held in sample_activation_bytes(work, load, recompute))
+        working = [
+            chain.from_iterable(held for _, held in _sample_bytes(work, load, (text,)))
+            for text in working_expressions(load, recompute)
+        ]
+        load.cached_sample_bytes[recompute] = list(
+            zip(kept, map(max, zip(*working, strict=True)), strict=True)
+        )
+    return load.cached_sample_bytes[recompute]
+
+
+def working_expressions(load: SectionLoad, recompute: str) -> tuple[str, ...]:
+    """Byte expressions of what a forward, backward or recomputation needs temporarily, one at a time."""
+    if load.mode == "forward":
+        return (load.cost.forward_transient,)
+    again = load.cost.recompute.get(recompute)
+    texts = (
+        load.cost.forward_transient,
+        load.cost.backward_transient,
+        load.cost.logits_backward_transient,
+        again.working if again else "0",
+    )
+    streamed = load.cost_under_recompute(recompute).streamed
+    return texts if streamed == "0" else tuple(f"{text} + {streamed}" for text in texts)
+
+
+def sample_activation_bytes(
+    work: Workload, load: SectionLoad, recompute: str
+) -> Iterator[tuple[Mapping[str, Sequence[int]], list[int]]]:
+    """Yields, for each pattern, the columns of listed sizes and the bytes that each listed sample keeps in a
+    micro-batch of its own.
+
+    `load` is that of a rank.
+    """
+    return _sample_bytes(
+        work, load, (load.cost_under_recompute(recompute).saved, *edge_size_expressions(work, load))
+    )
+
+
+def _sample_bytes(
+    work: Workload, load: SectionLoad, texts: Sequence[str]
+) -> Iterator[tuple[Mapping[str, Sequence[int]], list[int]]]:
+    """Sum of byte expressions for each listed sample in a micro-batch of its own."""
+    for pattern in load.active_patterns:
+        if columns := work.listed_sizes.get(pattern.when):
+            count = len(next(iter(columns.values())))
+            every = {
+                name: [size] * count for name, size in work.mean_micro_batch_sizes(pattern, 1).items()
+            } | columns
+            yield (
+                columns,
+                list(
+                    map(sum, zip(*(evaluate_expr_columns(text, every, count) for text in texts), strict=True))
+                ),
+            )
+
+
+def edge_size_expressions(work: Workload, load: SectionLoad) -> list[str]:
+    """Byte expressions of the tensors that enter and leave the section."""
+    return [c.size for c in work.crossings if load.name in (c.src, c.dst)]
