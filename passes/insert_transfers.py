@@ -2,8 +2,8 @@
 
 An edge carries one value to one section, by rows per sample, or whole between stages of a pipeline
 (`secc.ir.analysis.transferable_values`). Micro-batches of two sections need not have the same pattern, so an
-edge has one name in all cases (`secc.passes.boundaries.section_edges`), and samples of a case without it must
-have no rows for it.
+edge has one name in all cases (`secc.passes.boundaries.section_edges`). Where both sections work in a case
+without it, samples of that case must have no rows for it.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ of its work would move: the step gets longer if `dst` does the work of both, and
 is for `allocate` to say. Blocks never move into or out of a section that the user pinned. Computing a block
 in both costs its work. An op of `dst` may move to `src` if all it needs is there. Cases share their nodes
 (ops at the same place in the user's code), so that all cases are cut at the same places.
+
+A boundary at which every sample of `dst` has its rows is preferred. Where there is none, tensors that `src`
+computes for some samples alone may cross: a micro-batch of other samples runs a case without them.
 """
 
 from __future__ import annotations
@@ -60,9 +63,16 @@ class BoundaryCut:
     """The minimum cut between one pair of sections, `src` before `dst`."""
 
     def __init__(
-        self, graph: GraphOp, src: str, dst: str, prices: BoundaryPrices, move_blocks: bool = True
+        self,
+        graph: GraphOp,
+        src: str,
+        dst: str,
+        prices: BoundaryPrices,
+        move_blocks: bool = True,
+        every_sample: bool = True,
     ) -> None:
         self.graph, self.src, self.dst, self.move_blocks = graph, src, dst, move_blocks
+        self.every_sample = every_sample
         self.statistics, self.cut = SampleStatistics(graph), MinCutNetwork()
         self.sections = {s.sym.data: s for s in graph.sections}
         self.prices, self._sendable, self.blocks = (
@@ -79,7 +89,7 @@ class BoundaryCut:
         key = kind, src, mixed
         if key not in self._sendable:
             self._sendable[key] = can_transfer(
-                self.graph, kind, self.sections[src], self.sections[self.dst], mixed
+                self.graph, kind, self.sections[src], self.sections[self.dst], mixed, self.every_sample
             )
         return self._sendable[key]
 
@@ -91,11 +101,19 @@ class BoundaryCut:
             network.add_case_ops()
         side = self.cut.min_cut_sink_side()
         if side is None:
-            return None
+            return self._allow_some_samples().find_dst_ops() if self.every_sample else None
         found = {op for network in networks for op in network.case.ops if network.at[op] in side}
         if self.move_blocks and self._moved_share(found) > _MOVED_SHARE:
-            return BoundaryCut(self.graph, self.src, self.dst, self.prices, move_blocks=False).find_dst_ops()
+            return self._keep_blocks().find_dst_ops()
         return found
+
+    def _allow_some_samples(self) -> BoundaryCut:
+        return BoundaryCut(self.graph, self.src, self.dst, self.prices, self.move_blocks, every_sample=False)
+
+    def _keep_blocks(self) -> BoundaryCut:
+        return BoundaryCut(
+            self.graph, self.src, self.dst, self.prices, move_blocks=False, every_sample=self.every_sample
+        )
 
     def _moved_share(self, dst_ops: Collection[Operation]) -> float:
         """The share of the expected work of `src` that `dst` would do with these ops."""

@@ -23,6 +23,7 @@ from functools import cached_property
 from itertools import compress, pairwise, repeat
 from operator import mul
 
+from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.int_columns import rows_from_columns
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.replica_routes import ranks_by_replica
@@ -540,15 +541,28 @@ class MicroBatchComposer:
 
     def _cut_in_order(self, section: Section, positions: Sequence[int]) -> list[SamplePositions]:
         """Cuts samples into runs of as many as the section's micro-batches may have."""
-        chunks = list[SamplePositions]()
+        chunks, may_mix = list[SamplePositions](), self._may_mix_patterns(section)
         for p in positions:
-            longer = (*chunks[-1], p) if chunks else ()
-            fits = 0 < len(longer) <= section.micro_batch
+            longer = (*chunks[-1], p) if chunks else (p,)
+            fits = bool(chunks) and len(longer) <= section.micro_batch
+            fits = fits and (may_mix or self.pattern_ids[longer[0]] == self.pattern_ids[p])
             if fits and section.micro_batch_tokens:
                 columns = self.costs.micro_batch_columns([longer])
                 fits = self.costs.token_counts(section, columns, 1)[0] <= section.micro_batch_tokens
             chunks[len(chunks) - fits :] = [longer if fits else (p,)]
         return chunks
+
+    def _may_mix_patterns(self, section: Section) -> bool:
+        """Whether a micro-batch of a section, or of its pipeline, may hold samples of several patterns: no
+        sample that a producer skips would have rows in that producer's tensor."""
+        stages = {s.name for s in self.graph.pipeline_stages[section.name]}
+        return not any(
+            evaluate_expr(edge.rows, sample.sizes)
+            for edge in self.plan.edges
+            if edge.dst in stages and edge.when and edge.rows
+            for sample in self.samples
+            if not is_active(edge.when, sample.pattern)
+        )
 
     def _cut_micro_batches(
         self, section: Section, by_replica: list[list[int]], start_times: IntColumn

@@ -14,6 +14,7 @@ import sympy
 from xdsl.dialects.builtin import StringAttr
 
 from secc.ir.analysis.dataflow import get_number
+from secc.ir.analysis.whole_batch import whole_batch_of_section
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import GraphOp, KeyOp, SectionOp, SymbolOp, strings_of
 from secc.ir.dialect.size_expr import Expr
@@ -57,16 +58,25 @@ def layout_between(
     if mixed:
         raise NotTransferable(f"the rows of {_format_shape(kind)} do not stand sample after sample")
     how = row_layout(graph, kind)
-    require_rows_covered(graph, how, strings_of(src.when), strings_of(dst.when))
+    if whole_batch_of_section(graph, dst):
+        require_rows_covered(graph, how, strings_of(src.when), strings_of(dst.when))
     return how
 
 
 def can_transfer(
-    graph: GraphOp, kind: TensorType, src: SectionOp, dst: SectionOp, mixed: bool = False
+    graph: GraphOp,
+    kind: TensorType,
+    src: SectionOp,
+    dst: SectionOp,
+    mixed: bool = False,
+    every_sample: bool = True,
 ) -> bool:
-    """Whether an edge can carry a tensor of this type from one section to another."""
+    """Whether an edge can carry a tensor of this type from one section to another; with `every_sample`, one
+    in which all samples of the consumer that would have rows have them."""
     try:
-        layout_between(graph, kind, src, dst, mixed)
+        how = layout_between(graph, kind, src, dst, mixed)
+        if every_sample and how != WHOLE_TENSOR:
+            require_rows_covered(graph, how, strings_of(src.when), strings_of(dst.when))
     except NotTransferable:
         return False
     return True
@@ -121,7 +131,7 @@ def require_rows_covered(
     graph: GraphOp, how: TransferLayout, src_when: Sequence[str], dst_when: Sequence[str]
 ) -> None:
     """Raises NotTransferable unless every sample that has rows for the consumer is also one of the
-    producer's."""
+    producer's, as it must be where samples of several input patterns are in one micro-batch."""
     covered = bool(dst_when) and set(dst_when) <= set(src_when)
     if src_when and not covered and not has_no_rows(graph, how.rows, src_when):
         raise NotTransferable(
