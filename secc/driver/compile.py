@@ -45,6 +45,7 @@ from secc.errors import UserError
 from secc.frontend.capture import eager_failure, to_ir
 from secc.frontend.capture.block_layouts import annotate_block_layouts
 from secc.frontend.capture.capture import Capture, capture_model
+from secc.frontend.capture.code_blocks import PartTries
 from secc.frontend.capture.linear_blocks import annotate_linear_blocks
 from secc.frontend.dataset import padding_policy as widths
 from secc.frontend.dataset import statistics
@@ -401,14 +402,15 @@ def _capture_with_or_without_crops(
 ) -> tuple[DatasetSurvey, ModelInputs, Capture]:
     """Captures with shortened samples; if the model refuses those, with the dataset's own lengths, which then
     look constant."""
+    tries = PartTries()
     try:
-        return survey, inputs, capture_model(user, meta, survey, inputs)
+        return survey, inputs, capture_model(user, meta, survey, inputs, tries=tries)
     except UserError:
         if not survey.has_crops:
             raise
     uncropped = survey.without_crops()
     inputs = describe_inputs(user, uncropped)
-    return uncropped, inputs, capture_model(user, meta, uncropped, inputs)
+    return uncropped, inputs, capture_model(user, meta, uncropped, inputs, tries=tries)
 
 
 def _find_eager_failure(

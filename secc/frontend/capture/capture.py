@@ -24,7 +24,15 @@ from secc.frontend.capture.block_selection import (
     replace_with_parent,
     select_blocks,
 )
-from secc.frontend.capture.code_blocks import FunctionChoice, StatementChoice
+from secc.frontend.capture.code_blocks import (
+    FunctionChoice,
+    PartTries,
+    StatementChoice,
+    TryTimeEnded,
+    choose_next_part,
+    describe_time_ended,
+    take_back_parts,
+)
 from secc.frontend.capture.control_flow_paths import GlueDiagnostic, GlueError, ObservedRecording
 from secc.frontend.capture.generalize import GenericGraph, generalize_captures
 from secc.frontend.capture.probe_batches import ProbeBatches, record_sample_shapes
@@ -136,31 +144,35 @@ def capture_model(
     cut: Collection[str] = (),
     blocks: Sequence[str] = (),
     before: Capture | None = None,
+    tries: PartTries | None = None,
 ) -> Capture:
     """Captures `model` (on the meta device or with weights) for every pattern that the survey's samples
     can form.
 
     cut: components that are split into their layers as blocks. blocks: modules that the user wants as blocks.
-    before: an earlier capture of the model with the same samples. Raises UserError, with file:line and
-    remedy, for what cannot be captured.
+    before: an earlier capture of the model with the same samples. tries: of captures with other samples.
+    Raises UserError, with file:line and remedy, for what cannot be captured.
     """
+    tries = tries or PartTries()
     functions, statements = FunctionChoice(user, model), StatementChoice(user, model)
+    known_parts = len(user.function_blocks)
     while True:
         recorder = Recorder(model, ()) if before is None else before.recorder
         try:
-            capture = _capture_with_blocks(user, model, survey, inputs, cut, blocks, before, recorder)
+            capture = _capture_with_blocks(user, model, survey, inputs, cut, blocks, before, recorder, tries)
             statements.check_results(case.generic.graph for case in capture.cases)
             capture.notes[:0] = [*statements.notes, *functions.notes]
             return capture
+        except TryTimeEnded as ended:
+            failed = describe_time_ended(ended, functions, statements)
         except UserError as error:
             if before is not None:
                 raise
-            if statements.chosen_path is None and functions.try_next(error):
-                continue
-            if not statements.try_next(functions.unsolved or error):
-                if functions.unsolved is not None:
-                    raise functions.unsolved from functions.unsolved.__cause__
-                raise
+            failed = choose_next_part(error, functions, statements, tries)
+        if failed is not None:
+            tries.end(failed)
+            take_back_parts(user, model, known_parts)
+            raise failed from failed.__cause__
 
 
 def _capture_with_blocks(
@@ -172,10 +184,13 @@ def _capture_with_blocks(
     blocks: Sequence[str],
     before: Capture | None,
     recorder: Recorder,
+    tries: PartTries,
 ) -> Capture:
     """Captures `model` with the functions that it has as blocks; see `capture_model`."""
     recorder.kept_tensors = user.metric_tensors
-    batches = {p: ProbeBatches(user, survey, inputs, p, recorder) for p in survey.micro_batch_patterns()}
+    batches = {
+        p: ProbeBatches(user, survey, inputs, p, recorder, tries.check) for p in survey.micro_batch_patterns()
+    }
     frontier = select_blocks(
         model,
         [b.ragged_batches[0].batch for b in batches.values()],
@@ -375,12 +390,10 @@ class _CaseFinder:
         the loss. The recordings `before` are used up.
         """
         loop_choices = [False] if self._would_join_components(error.module) else []
-        for loops in (
-            [*loop_choices, True]
-            if all(loops_in(roll_loss_loops(o.recording)) for o in before)
-            else loop_choices
-        ):
-            recordings = self.batches[pattern].record_with_sample_shapes()
+        if all(loops_in(roll_loss_loops(o.recording)) for o in before):
+            loop_choices.append(True)
+        recordings = self.batches[pattern].record_with_sample_shapes() if loop_choices else []
+        for loops in loop_choices:  # what is outlined without loops stays as it is, for the other outline
             if _loss_reads_vary(recordings, loops):
                 continue
             with suppress(GlueError):

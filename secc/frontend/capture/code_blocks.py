@@ -3,6 +3,7 @@ statements of a forward (`secc.runtime.model.function_blocks`)."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -12,7 +13,8 @@ from torch import fx, nn
 from secc.errors import UserError
 from secc.frontend.capture.block_selection import CaptureNote
 from secc.frontend.capture.control_flow_paths import GlueError
-from secc.runtime.model.function_blocks import add_function_block, block_path
+from secc.frontend.capture.random_op_rows import RandomOpError
+from secc.runtime.model.function_blocks import add_function_block, block_path, function_blocks_of
 from secc.runtime.model.outlined_forward import (
     ForwardSource,
     NotOutlinable,
@@ -27,7 +29,47 @@ from secc.runtime.recorder import BlockError, take_at_path
 
 _MAX_RANGES = 12  # ranges of statements that are tried for one error; each costs a capture
 _MAX_RETURNING = 6  # and ranges that return the loss
-_MAX_SECONDS = 60.0  # of processor time for all of them
+_MIN_SECONDS = 60.0  # of processor time for all tries, at least
+_MAX_CAPTURES = 2.0  # and as often the time of the capture that failed
+
+
+class TryTimeEnded(Exception):
+    """Raised in a capture with parts of the user's code as blocks when the time for those has been used."""
+
+
+class PartTries:
+    """Bounds the processor time of captures with parts of the user's code as blocks. Captures of one model
+    with other samples share it, so that none tries again in vain."""
+
+    def __init__(self) -> None:
+        self._begin = time.process_time()  # of the first capture
+        self._seconds = 0.0  # of processor time for all tries
+        self._until = math.inf
+        self._first_error: UserError | None = None  # of the present capture
+        self._outcome_at = dict[str, UserError]()  # by place of the first error, what tries ended with
+
+    def start(self, error: UserError) -> None:
+        """Start to count, with the first error of a capture. Raises the error that tries after one at the
+        same place ended with."""
+        if self._first_error is not None:
+            return
+        if error.where in self._outcome_at:
+            known = self._outcome_at[error.where]
+            raise known from known.__cause__
+        now, self._first_error = time.process_time(), error
+        self._seconds = self._seconds or max(_MIN_SECONDS, _MAX_CAPTURES * (now - self._begin))
+        self._until = now + self._seconds
+
+    def check(self) -> None:
+        """Raise TryTimeEnded after the time limit."""
+        if time.process_time() > self._until:
+            raise TryTimeEnded(f"{self._seconds:.0f} s of processor time")
+
+    def end(self, error: UserError) -> None:
+        """End the present capture with the error that is reported."""
+        if self._first_error is not None:
+            self._outcome_at[self._first_error.where] = error
+        self._first_error, self._until = None, math.inf
 
 
 class FunctionChoice:
@@ -38,28 +80,28 @@ class FunctionChoice:
         self.notes = list[CaptureNote]()
         self._user, self._model = user, model
         self.unsolved: BlockError | None = None  # an error for which no function helped
-        self._choices = list[str]()  # instead of the last choice
-        self._first_error: BlockError | None = None
+        self.first_error: BlockError | None = None  # for which the present ones are tried
+        self.choices = list[str]()  # instead of the last choice
 
     def try_next(self, error: UserError) -> bool:
         """Gives the model another function as a block. Returns False if no function helps."""
         if not isinstance(error, BlockError):
             return False
-        if self._first_error is not None and error.path == block_path(self._user.function_blocks[-1]):
+        if self.first_error is not None and error.path == block_path(self._user.function_blocks[-1]):
             self._take_back()
-            if not self._choices:
-                self.unsolved, self._first_error = self._first_error, None
+            if not self.choices:
+                self.unsolved, self.first_error = self.first_error, None
                 return False
         else:
-            self._choices = [f for f in error.functions if f not in self._user.function_blocks]
-            if not self._choices:
+            self.choices = [f for f in error.functions if f not in self._user.function_blocks]
+            if not self.choices:
                 return False
-            self._first_error = error
-        function = self._choices.pop(0)
+            self.first_error = error
+        function = self.choices.pop(0)
         self._user.function_blocks += (function,)
         path = add_function_block(self._model, function, model_file_module(self._model))
-        reason = f"this function is one block, because {self._first_error.message}"
-        self.notes.append(CaptureNote(path, reason, self._first_error.where))
+        reason = f"this function is one block, because {self.first_error.message}"
+        self.notes.append(CaptureNote(path, reason, self.first_error.where))
         return True
 
     def _take_back(self) -> None:
@@ -74,9 +116,8 @@ class StatementChoice:
     def __init__(self, user: UserModel, model: nn.Module) -> None:
         self.notes = list[CaptureNote]()
         self._user, self._model = user, model
-        self._choices: Iterator[StatementRange] = iter(())  # instead of the last choice
-        self._until = 0.0  # processor time after which no more are tried
-        self._first_error: UserError | None = None
+        self.first_error: UserError | None = None  # for which statements are tried
+        self.choices = list[StatementRange]()  # instead of the last choice
 
     @property
     def chosen_path(self) -> str | None:
@@ -93,23 +134,25 @@ class StatementChoice:
                 raise BlockError(call.target, None, "it returns a trainable scalar", call.meta["where"])
 
     def try_next(self, error: UserError) -> bool:
-        """Gives the model other statements as a block. Returns False if there are none for this error; raises
-        the error for which statements were tried if none of them can be a block."""
-        if self._first_error is None:
+        """Gives the model other statements as a block. Returns False if there are none for this error. Raises
+        the error for which statements were tried if none of them can be a block, and one that no block
+        would mend."""
+        if self.first_error is None:
             if not isinstance(error, BlockError | GlueError) or not (ranges := self._find_ranges(error)):
                 return False
-            self._first_error, self._choices = error, iter(ranges)
-            self._until = time.process_time() + _MAX_SECONDS
+            self.first_error, self.choices = error, ranges
         else:
             self._user.function_blocks = self._user.function_blocks[:-1]
             delattr(self._model, self.notes.pop().path)
-        chosen = next(self._choices, None)
-        if chosen is None or time.process_time() > self._until:
-            raise self._first_error from self._first_error.__cause__
+        if isinstance(error, RandomOpError):  # it draws in any block, too
+            raise error from error.__cause__
+        if not self.choices:
+            raise self.first_error from self.first_error.__cause__
+        chosen = self.choices.pop(0)
         self._user.function_blocks += (str(chosen),)
         path = add_function_block(self._model, str(chosen), model_file_module(self._model))
-        reason = f"these lines are one block, because {self._first_error.message}"
-        first = self._first_error
+        reason = f"these lines are one block, because {self.first_error.message}"
+        first = self.first_error
         self.notes.append(CaptureNote(path, reason, first.where, first.remedy))
         return True
 
@@ -130,6 +173,42 @@ class StatementChoice:
             if not path:
                 return [*inside[:_MAX_RANGES], *returning[:_MAX_RETURNING]]
             path, _, called = path.rpartition(".")
+
+
+def choose_next_part(
+    error: UserError, functions: FunctionChoice, statements: StatementChoice, tries: PartTries
+) -> UserError | None:
+    """Gives the model another part of its code as a block after a capture failed. Returns None, or the error
+    to report if there is none."""
+    try:
+        tries.start(error)
+        if statements.chosen_path is None and functions.try_next(error):
+            return None
+        return None if statements.try_next(functions.unsolved or error) else functions.unsolved or error
+    except UserError as unsolved:
+        return unsolved
+
+
+def take_back_parts(user: UserModel, model: nn.Module, known: int) -> None:
+    """Leaves the model with the first `known` of the parts of its code that are blocks."""
+    for path in list(function_blocks_of(model))[known:]:
+        delattr(model, path)
+    user.function_blocks = user.function_blocks[:known]
+
+
+def describe_time_ended(
+    ended: TryTimeEnded, functions: FunctionChoice, statements: StatementChoice
+) -> UserError:
+    """Returns the error for which parts of the code were tried until the time ended, with what was left
+    out."""
+    error, left = (
+        statements.first_error or functions.first_error,
+        len(functions.choices) + len(statements.choices),
+    )
+    assert error is not None, "nothing was tried"
+    more = f", and {left} more were not" if left else ""
+    error.message += f"; parts of forward were tried as one block for {ended}{more}"
+    return error
 
 
 def _ranges_around(

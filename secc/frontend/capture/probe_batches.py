@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, count, cycle, islice, permutations, product
@@ -64,6 +64,7 @@ class ProbeBatches:
         inputs: ModelInputs,
         pattern: InputPattern,
         recorder: Recorder,
+        check_time: Callable[[], None] = lambda: None,
     ) -> None:
         def collate(samples: list[Any]) -> ProbeBatch:
             batch = user.collate(samples)
@@ -76,7 +77,7 @@ class ProbeBatches:
             survey,
             pattern,
         )
-        self._collate = collate
+        self._collate, self._check_time = collate, check_time
         self.explanations = SharedExplanations()
         self._deciding_pairs: list[WidthPair] = []  # of widths that Python compares
         self.padded_symbols = frozenset(s.name for s in inputs.symbols if s.is_padded)
@@ -289,6 +290,7 @@ class ProbeBatches:
         return [replace(o, sample_shapes=tuple(map(shapes_of, b.samples))) for b, o in seen]
 
     def _record_batch(self, b: ProbeBatch) -> ObservedRecording:
+        self._check_time()
         found = ObservedRecording(fold_joins(self._recorder.record(b.batch)), b.sizes)
         return read_orders(found, self._deciding_pairs)
 

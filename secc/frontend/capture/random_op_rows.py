@@ -29,6 +29,10 @@ _UNTIED_REMEDY = "set dropout probabilities to 0, or put the module into eval mo
 _ROWS_REMEDY = "draw numbers for a tensor with the samples as first dim, or switch the random op off"
 
 
+class RandomOpError(UserError):
+    """A random op that cannot be tied to samples."""
+
+
 @dataclass
 class _SeenRandomOp:
     """A random op in all captures that met it, with its shapes and their symbol values."""
@@ -39,7 +43,7 @@ class _SeenRandomOp:
 
 
 def find_random_ops(observed: Iterable[ObservedRecording], inputs: ModelInputs) -> list[RandomOp]:
-    """Returns the random ops that captures met. Raises UserError, with place, for one that cannot be tied
+    """Returns the random ops that captures met. Raises RandomOpError, with place, for one that cannot be tied
     to samples."""
     seen_ops: dict[str, _SeenRandomOp] = {}
     groups: dict[frozenset[str], list[Sequence[RandomOpCall]]] = {}
@@ -73,10 +77,10 @@ def _make_loop_draw(seen: _SeenRandomOp, rows: set[str]) -> RandomOp:
     drawn = seen.first_draw
     try:
         draw = _make_draw(seen, rows)
-    except UserError:
+    except RandomOpError:
         draw = None
     if draw is None or not draw.dims:
-        raise UserError(
+        raise RandomOpError(
             f"{drawn.op} draws random numbers in a loop with a length that differs between batches",
             drawn.where,
             "draw once for all, or in each round of the loop, with a dim for the samples' rows",
@@ -84,19 +88,19 @@ def _make_loop_draw(seen: _SeenRandomOp, rows: set[str]) -> RandomOp:
     return replace(draw, call=loop_draw_name(drawn.call_site_name))
 
 
-def _unlike_loop_error(seen: _SeenRandomOp, one: RandomOp, other: RandomOp) -> UserError:
+def _unlike_loop_error(seen: _SeenRandomOp, one: RandomOp, other: RandomOp) -> RandomOpError:
     drawn = seen.first_draw
     message = (
         f"{drawn.op} draws random numbers in a loop with a length that differs between batches, once with "
         f"{one.rows} rows and once with {other.rows}"
     )
-    return UserError(message, drawn.where, "let each round draw for the same rows, in the same dims")
+    return RandomOpError(message, drawn.where, "let each round draw for the same rows, in the same dims")
 
 
 def _make_draw(seen: _SeenRandomOp, rows: set[str]) -> RandomOp:
     drawn = seen.first_draw
     if not drawn.is_supported:
-        raise UserError(
+        raise RandomOpError(
             f"{drawn.op} draws random numbers, which cannot be tied to samples", drawn.where, _UNTIED_REMEDY
         )
     if len({len(s) for s in seen.shapes}) > 1:
@@ -109,7 +113,7 @@ def _make_draw(seen: _SeenRandomOp, rows: set[str]) -> RandomOp:
             raise _unexplained_rows_error(seen)
         return RandomOp(drawn.draw_name, (), "0", drawn.where)
     if ".randperm" in drawn.op or (".multinomial" in drawn.op and over[0][0] == len(dims) - 1):
-        raise UserError(
+        raise RandomOpError(
             f"{drawn.op} mixes the samples of a batch", drawn.where, "permute or choose within each sample"
         )
     first = over[0][1]
@@ -130,11 +134,11 @@ def _is_additive(size: Expr, rows: set[str]) -> bool:
     )
 
 
-def _unexplained_rows_error(seen: _SeenRandomOp) -> UserError:
+def _unexplained_rows_error(seen: _SeenRandomOp) -> RandomOpError:
     shapes = ", ".join(str(list(s)) for s in list(dict.fromkeys(seen.shapes))[:4])
     drawn = seen.first_draw
     message = (
         f"{drawn.op} draws random numbers, and its shapes do not tell which of them belong to which sample "
         f"(shapes {shapes})"
     )
-    return UserError(message, drawn.where, _ROWS_REMEDY)
+    return RandomOpError(message, drawn.where, _ROWS_REMEDY)

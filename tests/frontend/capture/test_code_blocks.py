@@ -1,0 +1,78 @@
+"""Tries of parts of forward as blocks end after a time limit, and where no part can help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.errors import UserError
+from secc.frontend.capture import code_blocks
+from secc.frontend.capture.code_blocks import PartTries
+
+MODELS = Path(__file__).parents[2] / "models"
+
+DRAWS_IN_A_LOOP_OVER_SAMPLES = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        total = 0.0
+        for scores, target in zip(self.body(x), y):
+            order = (scores + torch.rand(4)).argsort().tolist()
+            total = total + (scores[order] - target).square().sum()
+        return total / len(x)
+
+
+def model():
+    return Model()
+
+
+def dataset():
+    g = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(4, generator=g), "y": torch.randn(4, generator=g)} for _ in range(24)]
+"""
+
+
+def test_tries_end_after_the_time_limit_and_say_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_blocks, "_MIN_SECONDS", 0.0)
+    monkeypatch.setattr(code_blocks, "_MAX_CAPTURES", 0.0)
+    with pytest.raises(UserError) as refused:
+        compile_model(MODELS / "learned_forces.py", CompileOptions(global_batch=12))
+    assert "parts of forward were tried as one block for 0 s of processor time, and " in refused.value.message
+    assert refused.value.where and refused.value.remedy
+
+
+def test_draws_that_no_block_mends_are_reported_without_further_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = list[str]()
+    outline = code_blocks.add_function_block
+    monkeypatch.setattr(
+        code_blocks, "add_function_block", lambda *args: tried.append(args[1]) or outline(*args)
+    )
+    (tmp_path / "draws.py").write_text(DRAWS_IN_A_LOOP_OVER_SAMPLES)
+    with pytest.raises(UserError, match="draws random numbers in a loop") as refused:
+        compile_model(tmp_path / "draws.py", CompileOptions(global_batch=12))
+    assert refused.value.where == "draws.py:14"
+    assert len(tried) == 1
+
+
+def test_other_samples_are_not_tried_again_for_the_same_error() -> None:
+    tries = PartTries()
+    first, reported = UserError("a", "model.py:3"), UserError("b", "model.py:4")
+    tries.start(first)
+    tries.end(reported)
+    tries.start(UserError("other place", "model.py:9"))
+    tries.end(reported)
+    with pytest.raises(UserError) as known:
+        tries.start(UserError("a, with other sizes", "model.py:3"))
+    assert known.value is reported
