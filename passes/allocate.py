@@ -314,6 +314,8 @@ class Allocate(ModulePass):
             pins.splits_sequence(section.sym.data)  # refuses an impossible pin
             if attention := pins.words.get(section.sym.data, {}).get("attention"):
                 section.attributes["pinned_attention"] = StringAttr(attention)
+            elif f"{section.sym.data}.attention=frames" in pins.refused:
+                section.attributes["pinned_attention"] = StringAttr("gather")
             if overlap := pins.pinned_overlap(section.sym.data):
                 section.attributes["pinned_overlap"] = StringAttr(overlap)
             if (load := pins.expert_loads.get(section.sym.data)) is not None:

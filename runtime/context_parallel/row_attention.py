@@ -11,11 +11,14 @@ overlapping view of one row.
 rows of its share of the heads, and the results go back. Nothing but its share stays on a rank, and
 attention runs as in plain PyTorch. The ranks must divide the heads of queries, keys and values; masks are
 the same for all heads. Calls that do not fit gather.
+
+Where ranks have whole entries of the batch (frames of a video), attention exchanges nothing in either way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +45,8 @@ def attention_rule(mode: RowMode, func: Any, args: list[Any], kwargs: dict[str, 
         mark_of(query),
         {k: v for k, v in given.items() if k in ("scale", "enable_gqa") and v is not None},
     )
+    if mark is not None and mark.dim < query.ndim - 2:
+        return _attend_in_entries(mode, mark, given, more)
     if mark is None or mark.dim != query.ndim - 2 or not mark.is_plain or query.ndim < key.ndim:
         return mode.gather_for(func, args, kwargs)
     if not given.get("dropout_p") and mark_of(mask) is None and _is_on_one_rank(mark, key, value):
@@ -71,6 +76,25 @@ def attention_rule(mode: RowMode, func: Any, args: list[Any], kwargs: dict[str, 
         return set_mark(F.scaled_dot_product_attention(query, key, value, mask, **more), mark)
     with mode.drawing(mark, query.device):
         return set_mark(F.scaled_dot_product_attention(query, key, value, mask, dropout, **more), mark)
+
+
+def _attend_in_entries(mode: RowMode, mark: RowMark, given: dict[str, Any], more: dict[str, Any]) -> Any:
+    """Runs attention on a rank's entries of a batch dim (frames, or heads of frames), with the same entries
+    of keys, values and masks; where these have other sizes, on gathered tensors."""
+    query, dropout = given["query"], given.get("dropout_p") or 0.0
+    common, size = mark.at_dim(mark.dim - query.ndim), mark.whole_size
+    operands = {name: given.get(name) for name in _NAMES[:4]}
+    shapes = [mode.whole_shape(t) for t in operands.values() if isinstance(t, torch.Tensor)]
+    sizes = [shape[common.dim] if len(shape) >= -common.dim else 1 for shape in shapes]
+    broadcasts = any(len(shape) > query.ndim for shape in shapes)
+    if broadcasts or sizes[:3] != [size] * 3 or any(n not in (1, size) for n in sizes):
+        return mode.gather_for(F.scaled_dot_product_attention, [], given)
+    own = {name: mode.match(t, common) for name, t in operands.items() if t is not None}
+    with mode.drawing(mark, query.device) if dropout else nullcontext():
+        out = F.scaled_dot_product_attention(
+            **own, dropout_p=dropout, is_causal=bool(given.get("is_causal")), **more
+        )
+    return set_mark(out, mark)
 
 
 def _is_on_one_rank(mark: RowMark, key: torch.Tensor, value: torch.Tensor) -> bool:

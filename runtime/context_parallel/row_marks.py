@@ -92,6 +92,14 @@ def deal_rows(size: int, count: int) -> Rows:
 
 
 @cache
+def deal_entries(size: int, count: int) -> Rows:
+    """Deals the `size` entries of a batch to `count` ranks: each gets neighbouring ones, at most one more
+    than another."""
+    runs = (slice_bounds(size, i, count) for i in range(count))
+    return Rows(size, tuple(((start, stop),) if start < stop else () for start, stop in runs))
+
+
+@cache
 def deal_pieces(ends: tuple[int, ...], count: int) -> Rows:
     """Deals rows to `count` ranks in whole pieces, which end at `ends` (ascending, the last one is the number
     of rows). Each rank gets neighbouring pieces: the cuts are those next to equal numbers of rows."""

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from secc.runtime.context_parallel import row_exchange
 from secc.runtime.context_parallel.row_marks import (
     RowMark,
+    deal_entries,
     deal_pieces,
     deal_rows,
     mark_of,
@@ -44,9 +45,10 @@ def active_row_mode() -> RowMode | None:
 class RowMode(TorchFunctionMode):
     """Presents whole sizes to code that runs on the rows of one rank of `group`.
 
-    attention: "gather" keys and values for a rank's queries, or "ulysses": exchange rows for heads where
-    that is possible (`row_attention`). gathered: how often functions without a rule got gathered tensors, by
-    name.
+    attention: "gather" keys and values for a rank's queries, "ulysses": exchange rows for heads where that is
+    possible (`row_attention`), or "frames": a rank's rows are whole entries of the batch of a layer's hidden
+    states, so that attention exchanges nothing. gathered: how often functions without a rule got gathered
+    tensors, by name.
     """
 
     def __init__(self, group: ReplicaGroup, attention: str = "gather") -> None:
@@ -98,9 +100,30 @@ class RowMode(TorchFunctionMode):
         rows = deal_pieces(tuple(ends), count) if len(ends) >= count else deal_rows(size, count)
         return self.take(whole, RowMark(dim, rows))
 
+    def take_own_part(self, hidden: torch.Tensor, arguments: Sequence[Any]) -> torch.Tensor:
+        """Returns this rank's part of the whole hidden states of a layer called with `arguments`, marked:
+        entries of the batch under "frames", else rows."""
+        if self.attention == "frames":
+            return self.take(hidden, RowMark(0, deal_entries(hidden.shape[0], self.group.size)))
+        return self.take_own_rows(hidden, hidden.ndim - 2, ends_of_pieces(hidden, arguments))
+
     def take(self, whole: torch.Tensor, mark: RowMark) -> torch.Tensor:
         """Returns the rows of a whole tensor that match `mark`, marked."""
         return set_mark(row_exchange.take_rows(whole, mark, self.group.index), mark)
+
+    def match(self, value: Any, common: RowMark) -> Any:
+        """Returns an operand's rows that match `common`, where its dim, counted from the end, is not of size
+        1; values that are no tensors as they are."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        mark = mark_of(value)
+        if mark is not None:
+            if mark.at_dim(mark.dim - value.ndim) == common:
+                return value
+            (value,) = self.gather([value])
+        if -common.dim > value.ndim or (value.shape[common.dim] == 1 and common.whole_size != 1):
+            return value
+        return self.take(value, common.at_dim(value.ndim + common.dim))
 
     def gather(self, values: Any, contiguous: bool = False) -> Any:
         """Returns nested values with whole tensors for those that hold rows, in one exchange where that is
@@ -203,16 +226,19 @@ def bind_active_mode(call: Callable[..., Any]) -> Callable[..., Any]:
 def split_first_input(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the forward of a layer, so that it gets a rank's rows of its first tensor [samples, rows, width]
     or [rows, width] if that is whole. The latter are, in towers, the patches of several pictures: ranks get
-    whole pictures, or frames of a video, if there are enough and an argument says where each ends."""
+    whole pictures, or frames of a video, if there are enough and an argument says where each ends. Under
+    "frames", it gets a rank's entries of its first tensor [entries, rows, width] or [entries, ...] of four
+    dims."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         mode = active_row_mode()
         if mode is None:
             return forward(*args, **kwargs)
-        place, first = find_hidden_state(args, kwargs)
+        find = find_batched_state if mode.attention == "frames" else find_hidden_state
+        place, first = find(args, kwargs)
         if first is None or mark_of(first) is not None:
             return forward(*args, **kwargs)
-        own = mode.take_own_rows(first, first.ndim - 2, ends_of_pieces(first, (*args, *kwargs.values())))
+        own = mode.take_own_part(first, (*args, *kwargs.values()))
         if isinstance(place, str):
             return forward(*args, **kwargs | {place: own})
         return forward(*args[:place], own, *args[place + 1 :], **kwargs)
@@ -225,8 +251,24 @@ def find_hidden_state(
 ) -> tuple[int | str, torch.Tensor | None]:
     """Returns the place of a layer's hidden states among its arguments, and the tensor: the first one
     [samples, rows, width], else the first one [rows, width]; None if there is none."""
+    return _find_floats(args, kwargs, (3, 2))
+
+
+def find_batched_state(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[int | str, torch.Tensor | None]:
+    """Returns the place of a layer's hidden states of several entries among its arguments, and the tensor:
+    the first one [entries, rows, width], else the first one of four dims (pictures); None if there is
+    none."""
+    return _find_floats(args, kwargs, (3, 4))
+
+
+def _find_floats(
+    args: Sequence[Any], kwargs: Mapping[str, Any], dims: Sequence[int]
+) -> tuple[int | str, torch.Tensor | None]:
     given: Sequence[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items())
-    found = [(p, t) for ndim in (3, 2) for p, t in given if is_hidden_state(t) and t.ndim == ndim]
+    tensors = [(p, t) for p, t in given if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    found = [(p, t) for ndim in dims for p, t in tensors if t.ndim == ndim]
     return found[0] if found else (0, None)
 
 
@@ -276,11 +318,6 @@ def gather_inputs(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _whole_arguments(args: Any, kwargs: Any) -> Any:
     """The arguments of a call; as it has no rule, they are gathered."""
     return args, kwargs
-
-
-def is_hidden_state(value: Any) -> bool:
-    """Whether an argument of a layer is a tensor [samples, rows, width] or [rows, width] of floats."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim in (2, 3)
 
 
 def _apply_on_rows(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -147,8 +147,8 @@ def elementwise_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -
     if not all(_fits(mode, t, common) for t in operands):
         return mode.gather_for(func, args, kwargs)
     args, kwargs = (
-        [_match(mode, t, common) for t in args],
-        {k: _match(mode, t, common) for k, t in kwargs.items()},
+        [mode.match(t, common) for t in args],
+        {k: mode.match(t, common) for k, t in kwargs.items()},
     )
     return _mark_all(func(*args, **kwargs), mark.at_dim(ndim + common.dim))
 
@@ -166,20 +166,6 @@ def _widest_marked(operands: Sequence[torch.Tensor]) -> torch.Tensor:
 def _fits(mode: RowMode, tensor: torch.Tensor, common: RowMark) -> bool:
     """Whether a tensor's size is that of the rows of `common`, or broadcasts."""
     return -common.dim > tensor.ndim or mode.whole_shape(tensor)[common.dim] in (1, common.whole_size)
-
-
-def _match(mode: RowMode, value: Any, common: RowMark) -> Any:
-    """Returns an operand's rows that match `common`; the dim of `common` counts from the end."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    mark = mark_of(value)
-    if mark is not None:
-        if mark.at_dim(mark.dim - value.ndim) == common:
-            return value
-        (value,) = mode.gather([value])
-    if -common.dim > value.ndim or (value.shape[common.dim] == 1 and common.whole_size != 1):
-        return value
-    return mode.take(value, common.at_dim(value.ndim + common.dim))
 
 
 def first_argument_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
@@ -344,7 +330,7 @@ def expand_as_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> 
     if mark_of(args[0]) is not None:
         return expand_rule(mode, func, [args[0], wanted], {})
     assert mark is not None
-    matched = _match(mode, args[0], mark.at_dim(mark.dim - args[1].ndim))
+    matched = mode.match(args[0], mark.at_dim(mark.dim - args[1].ndim))
     if mark_of(matched) is None:
         return set_mark(set_mark(matched, None).expand(args[1].shape), mark)
     return expand_rule(mode, func, [matched, wanted], {})
@@ -551,7 +537,7 @@ def matmul_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any
     left, right = (None if (m := mark_of(t)) is None else m.at_dim(m.dim - t.ndim) for t in (a, b))
     common = next((m for m in (left, right) if m is not None and m.dim < -2), None)
     if common is not None:
-        a, b = _match(mode, a, common), _match(mode, b, common)
+        a, b = mode.match(a, common), mode.match(b, common)
     elif left is not None and left.dim == -2:
         common, (b,) = left, mode.gather([b])
     elif right is not None and right.dim == -1:
@@ -658,6 +644,41 @@ def normalization_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named)
     return set_mark(func(*args, **kwargs), mark)
 
 
+def batched_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
+    """Functions that compute each entry of a batch, dim 0 of their first tensor, by itself."""
+    mark, fewest = mark_of(args[0]) if args else None, BATCHED_FUNCTIONS[function_name(func)]
+    others = next(marked_tensors((args[1:], kwargs)), None)
+    if mark is None or mark.dim or args[0].ndim < fewest or others is not None:
+        return gathering_rule(mode, func, args, kwargs)
+    return set_mark(func(*args, **kwargs), mark)
+
+
+def pad_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
+    """pad, of dims behind the rows."""
+    mark, pad = mark_of(args[0]) if args else None, _argument(args, kwargs, 1, "pad")
+    if mark is None or mark.dim >= args[0].ndim - len(pad) // 2:
+        return gathering_rule(mode, func, args, kwargs)
+    return set_mark(func(*args, **kwargs), mark)
+
+
+def multi_head_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
+    """torch.nn.MultiheadAttention with queries, keys and values [rows, entries, width] of the same entries on
+    each rank, and without masks or dropout."""
+    given = dict(zip(inspect.signature(func).parameters, args, strict=False)) | kwargs
+    attended = {name: given[name] for name in ("query", "key", "value")}
+    mark = next((m for t in attended.values() if (m := mark_of(t)) is not None), None)
+    masks = any(given.get(name) is not None for name in ("key_padding_mask", "attn_mask"))
+    drops = given.get("training", True) and given["dropout_p"]
+    alike = mark is not None and all(
+        t.ndim == 3 and mode.whole_shape(t)[1] == mark.whole_size for t in attended.values()
+    )
+    if mark is None or mark.dim != 1 or not alike or masks or drops:
+        return mode.gather_for(func, args, kwargs)
+    own = {name: mode.match(t, mark.at_dim(-2)) for name, t in attended.items()}
+    out, weights = func(**given | own)
+    return set_mark(out, mark), None if weights is None else set_mark(weights, mark.at_dim(0))
+
+
 def fused_norm_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any:
     """Fused norms over the last dim (`secc.runtime.fusion.operators`)."""
     mark = mark_of(args[0])
@@ -757,7 +778,7 @@ def pointwise_loss_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named
     divisors = {"none": 1, "sum": 1, "mean": prod(whole), "batchmean": whole[0]}
     if has_old_names or not fits or not alike or reduction not in divisors:
         return mode.gather_for(func, args, kwargs)
-    given |= {name: _match(mode, t, common) for name, t in tensors.items()}
+    given |= {name: mode.match(t, common) for name, t in tensors.items()}
     if reduction == "none":
         return set_mark(func(**given), mark)
     total = sum_over_ranks(func(**given | {"reduction": 2 if is_op else "sum"}), mode.group)
@@ -810,6 +831,11 @@ POINTWISE_LOSS_FUNCTIONS = (
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
     "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss", "poisson_nll_loss",
 )
+BATCHED_FUNCTIONS = {  # with the fewest dims that a tensor with a batch has
+    **{f"{name}{n}d": n + 2 for n in (1, 2, 3) for name in ("conv", "conv_transpose", "avg_pool")},
+    **{f"adaptive_avg_pool{n}d": n + 2 for n in (1, 2, 3)},
+    "group_norm": 2, "interpolate": 3, "pixel_shuffle": 4, "pixel_unshuffle": 4,
+}
 _PLACES_OF_DIMS: dict[str, int] = {  # others: 1
     name: 2 for name in ("topk", "norm", "vector_norm", "normalize", "diff", "roll")
 }
@@ -860,6 +886,9 @@ FUNCTION_RULES: dict[str, RowRule] = {
     "sum": sum_rule,
     "mean": mean_rule,
     **dict.fromkeys(("layer_norm", "rms_norm"), normalization_rule),
+    **dict.fromkeys(BATCHED_FUNCTIONS, batched_rule),
+    "pad": pad_rule,
+    "multi_head_attention_forward": multi_head_rule,
     "embedding": embedding_rule,
     **dict.fromkeys(("cross_entropy", "cross_entropy_loss"), cross_entropy_rule),
     **dict.fromkeys(POINTWISE_LOSS_FUNCTIONS, pointwise_loss_rule),

@@ -182,7 +182,7 @@ _SECTION_FIELDS: dict[str, Shape] = {
         )
     ),
     "overlap": shapes.choice(*schema.OVERLAPS),
-    "row_attention": shapes.choice("gather", "ulysses"),
+    "row_attention": shapes.choice("gather", "ulysses", "frames"),
     "row_layers": _TEXTS,
     "row_modules": _TEXTS,
     "cp_per": shapes.choice("section", "micro_batch"),

@@ -189,7 +189,8 @@ class Section:
 
     With cp, the layers `row_layers` (module paths) work on a rank's rows of the sequence
     (`runtime.context_parallel`); `row_modules` inside of them do so row by row, without rules for their code,
-    and `row_attention` is how their attention reaches the rows of other ranks ("gather" or "ulysses"). With
+    and `row_attention` is how their attention reaches the rows of other ranks ("gather" or "ulysses";
+    "frames": ranks have whole entries of the batch instead of rows). With
     `cp_per` "micro_batch", a micro-batch of several samples may be dealt: subgroups of the ranks of cp, all
     of one size, compute different samples (`runtime.plan.dealt_samples`). `subgroups` are the possible sizes,
     ascending, with their costs; what a rank keeps and needs temporarily is at most `subgroup_bytes`.

@@ -95,7 +95,7 @@ class SectionModule(nn.Module):
         # Ranks that share the rows of sequences, by their number: all of them, or some for a part of a
         # micro-batch.
         self.row_groups: dict[int, ReplicaProcessGroup] = {}
-        self.row_attention = "gather"  # or "ulysses": how these attend to each other's rows
+        self.row_attention = "gather"  # or "ulysses", "frames": how these attend to each other's rows
 
     @property
     def whole_model(self) -> nn.Module:

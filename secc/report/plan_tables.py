@@ -217,7 +217,7 @@ def _sections_table(plan: Plan) -> TextTable:
         layout += f", {chunks_text(s)}" if s.chunks > 1 else ""
         layout += ", split backward" if s.weight_permille else ""
         layout += " per micro-batch" if s.may_deal else ""
-        layout += " (ulysses)" if s.row_attention == "ulysses" else ""
+        layout += f" ({s.row_attention})" if s.row_attention != "gather" else ""
         layout += ", norms on parts of the sequence" if s.norms == "sequence" else ""
         layout += f", {overlap_text(s)}" if s.overlap != "none" else ""
         layout += f", {offload_text(s)}" if s.offload != "none" else ""

@@ -3,7 +3,7 @@ ranks have to share is exchanged."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +11,10 @@ import torch
 import transformers as hf
 from torch import nn
 
+from secc.frontend.cp_search.find_row_layer import find_row_layer
 from secc.frontend.tp_search.thread_ranks import ThreadGroup
 from secc.runtime.context_parallel.row_marks import deal_pieces
+from secc.runtime.plan.unsplit_reason import UnsplitKind
 from tests.context_parallel.test_row_mode import assert_same
 
 SIZES: dict[str, Any] = {
@@ -81,6 +83,75 @@ def test_ranks_get_whole_frames(
         assert keys_and_values + results <= sum(sent) <= keys_and_values + 2 * 32 * patches
     else:
         assert sum(sent) == results
+
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 16,
+    "patch_size": 8,
+}
+WINDOWS: dict[str, Any] = {"image_size": 16, "patch_size": 2, "embed_dim": 16, "window_size": 4}
+BATCHED: dict[str, Callable[[], nn.Module]] = {
+    "clip": lambda: hf.CLIPVisionModel(hf.CLIPVisionConfig(**TINY)),
+    "siglip": lambda: hf.SiglipVisionModel(hf.SiglipVisionConfig(**TINY)),
+    "dinov2": lambda: hf.Dinov2Model(hf.Dinov2Config(**TINY)),
+    "swin": lambda: hf.SwinModel(hf.SwinConfig(**WINDOWS, depths=[2, 2], num_heads=[2, 4])),
+    "convnext": lambda: hf.ConvNextModel(
+        hf.ConvNextConfig(hidden_sizes=[8, 16], depths=[2, 2], num_stages=2)
+    ),
+}
+
+
+class BatchedTower(nn.Module):
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower.eval()  # some drop whole samples in training
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.tower(pixel_values).last_hidden_state.sin().sum()
+
+
+@pytest.mark.parametrize(("frames", "count"), [(5, 2), (5, 3), (2, 3)])
+@pytest.mark.parametrize("name", BATCHED)
+def test_ranks_get_whole_entries_of_a_batch(
+    name: str, frames: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing travels inside a tower in which frames are entries of a batch."""
+    torch.manual_seed(0)
+
+    def all_gather(group: ThreadGroup, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        raise AssertionError("ranks exchange rows")
+
+    monkeypatch.setattr(ThreadGroup, "all_gather", all_gather)
+    pixels = torch.randn(frames, 3, 16, 16).double()
+    assert_same(BatchedTower(BATCHED[name]()), {"pixel_values": pixels}, count, "frames")
+
+
+class TemporalLayer(nn.Module):
+    """Attention over the patches of a frame, then over all `FRAMES` frames at each patch."""
+
+    FRAMES = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = (nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True) for _ in "ab")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.space(x).unflatten(0, (-1, self.FRAMES)).transpose(1, 2)
+        return self.time(x.flatten(0, 1)).view_as(x).transpose(1, 2).flatten(0, 1)
+
+
+def test_frames_that_layers_mix_are_not_shared() -> None:
+    call: Any = ((torch.randn(6, 4, 32).requires_grad_(),), {})
+    layer = TemporalLayer()
+    assert find_row_layer(layer.space, call, 2, attention="frames").reason is None
+    mixed = find_row_layer(layer, call, 4, attention="frames").reason  # two ranks would have whole videos
+    assert mixed is not None and mixed.kind == UnsplitKind.NO_ROWS
+    one: Any = ((torch.randn(1, 4, 32).requires_grad_(),), {})
+    assert find_row_layer(layer.space, one, 2, attention="frames").reason is not None  # shows nothing
 
 
 def test_pieces_stay_whole() -> None:

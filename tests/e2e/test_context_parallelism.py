@@ -81,6 +81,14 @@ ULYSSES: dict[str, list[tuple[int, str]]] = {
     "llama_heads_short": [(4, "cp=4 micro_batch=1")],
     "gemma3_text": [(2, "cp=2 recompute=full micro_batch=2")],
 }
+# A tower with frames as entries of a batch: 2 to 9 of a sample, so some ranks may have none.
+FRAMES = [
+    (5, "blocks.cp=2 layers.cp=2 decoder.dp=1 layers.recompute=full blocks.recompute=full"),
+    (6, "blocks.dp=1 layers.cp=4 decoder.dp=1 layers.micro_batch=1"),
+    (6, "blocks.cp=4 blocks.sharding=zero3 layers.dp=1 decoder.dp=1 blocks.micro_batch=2"),
+    (6, "blocks.dp=1 layers.cp=2 layers.pp=2 decoder.dp=1 layers.micro_batch=3"),
+    (8, "blocks.cp=2 layers.cp=2 layers.dp=2 decoder.cp=2 layers.sharding=zero2"),
+]
 CHOSEN = {"": ROWS, "gather": {"llama_heads": [(2, "cp=2")]}, "ulysses": ULYSSES}
 
 
@@ -116,6 +124,21 @@ def test_a_plan_with_cp_trains_as_plain_pytorch(
     if attention:
         assert {s.row_attention for s in made.plan.user_sections} == {attention}
         assert f"model.attention={attention}" in plan_pins(made.plan)
+    assert model.list_differences(made, tmp_path) == []
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("per", ["section", "micro_batch"])
+@pytest.mark.parametrize(("ranks", "pins"), FRAMES)
+def test_ranks_get_whole_frames_of_a_batch(
+    captured: Callable[[str], ReferencedModel], ranks: int, pins: str, per: str, tmp_path: Path
+) -> None:
+    model, wanted = captured("frame_batches"), tuple(pins.split())
+    wanted += tuple(f"{pin.partition('.')[0]}.cp_per={per}" for pin in wanted if ".cp=" in pin)
+    made = model.plan_with(CompileOptions(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=wanted))
+    towers = [s for s in made.plan.user_sections if s.mesh.cp > 1 and s.name != "decoder"]
+    assert towers and {s.row_attention for s in towers} == {"frames"}
     assert model.list_differences(made, tmp_path) == []
 
 

@@ -28,7 +28,7 @@ from secc.alloc.problem.stackable_layers import count_declared_layers
 from secc.alloc.problem.types import ALL_KINDS, AllocEdge, Candidate, DevicePool, Problem, ReplicaShape
 from secc.alloc.problem.workload import Workload
 from secc.cost.model import roofline
-from secc.cost.model.cp_scaling import can_exchange_heads
+from secc.cost.model.cp_scaling import can_exchange_heads, can_share_frames
 from secc.cost.model.patterns_and_transfers import SectionTransfer, micro_batch_sizes
 from secc.errors import UserError
 from secc.ir.analysis.token_count import token_count
@@ -361,10 +361,15 @@ def parallel_shapes(
     if chunks > 1:
         shapes = [s for s in shapes if s.pp > 1 and s.stages <= layers] or shapes[-1:]
     shapes = [s for s in shapes if s.tp % ep == 0 or ep % s.tp == 0] or shapes
-    if pins.words.get(load.name, {}).get("attention") == "ulysses":
+    attention = pins.words.get(load.name, {}).get("attention")
+    if attention == "ulysses":
         shapes = [s for s in shapes if can_exchange_heads(load.cost, s.tp, s.cp)]
         if not shapes:
             raise _refuse_head_exchange(load)
+    if attention == "frames":
+        shapes = [s for s in shapes if can_share_frames(load.cost, s.cp)]
+        if not shapes:
+            raise _refuse_whole_frames(load)
     if pins.deals_micro_batches(load.name):
         shapes = [s for s in shapes if s.cp > 1]
         if not shapes:
@@ -395,6 +400,19 @@ def _refuse_head_exchange(load: SectionLoad) -> UserError:
     )
     return UserError(
         f"{name}.attention=ulysses is impossible: {reason}", remedy=f"set another {name}.cp, or leave it out"
+    )
+
+
+def _refuse_whole_frames(load: SectionLoad) -> UserError:
+    if load.cost.batch_entries != "0":
+        return UserError(
+            f"{load.name}.attention=frames is impossible: cp must be above 1",
+            remedy=f"set another {load.name}.cp, or leave out {load.name}.attention",
+        )
+    return UserError(
+        f"{load.name}.attention=frames is impossible: its layers do not work on a batch in which a sample has"
+        " several entries, such as the frames of a video",
+        remedy=f"leave out {load.name}.attention",
     )
 
 

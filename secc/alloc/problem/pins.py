@@ -16,7 +16,7 @@ PIN_WORDS = {
     "recompute": ("none", "selective", "full"),
     "backward": ("whole", "split"),
     "norms": ("whole", "sequence"),
-    "attention": ("gather", "ulysses"),
+    "attention": ("gather", "ulysses", "frames"),
     "cp_per": ("section", "micro_batch"),
     "cp_degrees": ("any", "one_or_all"),
     "offload": ("none", "optimizer", "weights", "activations"),

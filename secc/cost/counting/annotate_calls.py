@@ -62,6 +62,7 @@ FITTED_FIELDS = (
     "queries",
     "pieces",
     "parts",
+    "entries",
     "unshared",
 )
 WORK_FIELDS = frozenset({"work", "attention_work", "again", "unneeded", "routed_work"})
@@ -143,8 +144,8 @@ def _annotate_call(call: CallOp, cost: CallCost, prefix: str) -> None:
         attributes |= {key: StringAttr(size_expr.format_expr(value)) for key, value in routed.items()}
     if cost.exchanged != 0:
         attributes["exchanged"] = StringAttr(size_expr.format_expr(cost.exchanged))
-    if cost.pieces != 0:
-        shared = {key: getattr(cost, key) for key in ("pieces", "parts", "unshared")}
+    if cost.pieces != 0 or cost.entries != 0:
+        shared = {key: getattr(cost, key) for key in ("pieces", "parts", "entries", "unshared")}
         attributes |= {k: StringAttr(size_expr.format_expr(v)) for k, v in shared.items() if v != 0}
     if cost.queries != 0 and cost.key_heads > 1:
         attributes["queries"] = StringAttr(size_expr.format_expr(cost.queries))

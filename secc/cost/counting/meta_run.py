@@ -77,8 +77,9 @@ class BlockCounts:
     exchanged: bytes of keys and values, each head once, that layers attend to and that ranks may have to
         exchange. queries: those of queries and results. key_heads: heads of keys, the largest common divisor.
     pieces: pieces of rows of the first layer, if ranks get whole ones; layers that attend within them
-        exchange nothing. parts: the pieces, fewer and larger, to which all other layers attend. unshared:
-        bytes kept for backward before the first layer. All 0 without pieces.
+        exchange nothing. parts: the pieces, fewer and larger, to which all other layers attend. Both 0
+        without pieces. entries: of the batch of the first layer's hidden states, 0 without such a dim.
+        unshared: bytes kept for backward before the first layer, if ranks can have whole pieces or entries.
     live_bytes: without a backward, the bytes allocated by the block after each operation.
     """
 
@@ -104,6 +105,7 @@ class BlockCounts:
     key_heads: int = 0
     pieces: int = 0
     parts: int = 0
+    entries: int = 0
     unshared: int = 0
 
     @property
@@ -412,6 +414,7 @@ class _OpCounter(TorchDispatchMode):
             key_heads=self._key_heads,
             pieces=self.pieces.pieces,
             parts=self.pieces.parts,
+            entries=self.pieces.entries,
             unshared=self.pieces.bytes_before_layers if grad else 0,
             routed_work=sum(table.equivalent_work(n, dim) for dim, n in self._routed_flops.items()),
         )

@@ -6,6 +6,9 @@ attention inside each piece: a frame, a picture or a window. Each rank gets whol
 (`secc.runtime.context_parallel.row_mode`). A later layer with as many pieces or more exchanges nothing. A
 layer with fewer pieces (whole frames after windows) exchanges keys and values of those that two ranks share:
 at most one for each border between ranks.
+
+Layers of other towers take frames as entries of a batch [entries, rows, width]. Ranks can have whole entries
+then, too; how many there are is counted for any layer, and compared with the number of samples later.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from secc.cost.counting.fused_attention import has_no_values
-from secc.runtime.context_parallel.row_mode import ends_of_pieces, find_hidden_state
+from secc.runtime.context_parallel.row_mode import ends_of_pieces, find_batched_state, find_hidden_state
 
 
 class RowPieces:
@@ -33,6 +36,7 @@ class RowPieces:
         self.exchanged = self.queries = self.calls = 0
         self.pieces = 0  # of the first layer; 0 without cumulative lengths
         self.parts = 0  # to which layers attend that attend to fewer
+        self.entries = 0  # of the batch of the first layer's hidden states; 0 if they have no such dim
         self.bytes_before_layers = 0  # kept for the backward
         self._inside = [0, 0]  # of `exchanged` and `queries`, in layers that attend within pieces
         self._depth = 0
@@ -58,7 +62,9 @@ class RowPieces:
             if not self._depth:
                 if self._is_first:
                     self.pieces, self._is_first = _count_pieces(args, kwargs), False
-                    self.bytes_before_layers = kept_bytes() if self.pieces else 0
+                    batched = find_batched_state(args, kwargs)[1]
+                    self.entries = 0 if batched is None else batched.shape[0]
+                    self.bytes_before_layers = kept_bytes() if self.pieces or self.entries else 0
                 self._start = (self.exchanged, self.queries, self.calls)
             self._depth += 1
 

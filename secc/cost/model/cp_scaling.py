@@ -9,6 +9,9 @@ inside.
 
 Ranks of a vision tower that attends to frames or windows get whole ones, and exchange keys and values of the
 frames that two of them share. With few pieces they are uneven: the fullest rank counts.
+
+In other towers frames are entries of the batch that layers work on. If a mean sample has at least one for each
+rank, ranks get whole entries ("frames") and exchange nothing.
 """
 
 from __future__ import annotations
@@ -50,6 +53,12 @@ class RowExchange:
         return f"{self.scatter_ns} + {again}"
 
 
+def can_share_frames(cost: SectionCost, cp: int) -> bool:
+    """Whether ranks of cp can have whole entries of the batch that layers work on, such as the frames of a
+    video; `cost` is the section's."""
+    return cp > 1 and cost.batch_entries != "0"
+
+
 def can_exchange_heads(cost: SectionCost, tp: int, cp: int) -> bool:
     """Whether `cp` ranks can divide the heads of every layer that `tp` ranks have divided already; `cost` is
     the section's."""
@@ -59,12 +68,16 @@ def can_exchange_heads(cost: SectionCost, tp: int, cp: int) -> bool:
 def choose_row_attention(
     section: SectionCost, rank: SectionCost, tp: int, cp: int, cluster: Cluster, pinned: str = ""
 ) -> str:
-    """The faster way of attention over `cp` ranks: "gather" keys and values, or exchange heads ("ulysses")
-    where the ranks divide them; the pinned one if there is one. `section` is the cost of the whole section,
-    `rank` as for `price_row_exchange`."""
+    """The faster way of attention over `cp` ranks: whole "frames" where each rank has one of a mean sample,
+    "gather" keys and values, or exchange heads ("ulysses") where the ranks divide them; the pinned one if
+    there is one. `section` is the cost of the whole section, `rank` as for `price_row_exchange`."""
+    if can_share_frames(section, cp) and (
+        pinned == "frames" or (not pinned and section.entries_per_sample >= cp)
+    ):
+        return "frames"
     if not can_exchange_heads(section, tp, cp) or section.row_pieces != "0":
         return "gather"
-    if pinned:
+    if pinned in ("gather", "ulysses"):
         return pinned
 
     def step_ns(attention: str) -> int:
@@ -80,7 +93,7 @@ def price_row_exchange(
 ) -> RowExchange:
     """Prices the exchange of `cp` ranks that are `tp` ranks apart. `rank` is the cost of a rank of tp and pp,
     with all rows."""
-    if cp == 1 or rank.exchanged_bytes == "0":
+    if cp == 1 or rank.exchanged_bytes == "0" or attention == "frames":
         return RowExchange()
     span = span_of_consecutive_ranks(cp, cluster, tp)
     if attention == "ulysses":
@@ -124,14 +137,15 @@ def cost_on_rows(cost: SectionCost, cp: int, attention: str = "gather") -> Secti
         return cost
     gathered = Fraction(cp - 1, cp) if attention == "gather" and cost.exchanged_bytes != "0" else Fraction(0)
     exchanged = _exchanged_bytes(cost, cp)
+    pieces = cost.batch_entries if attention == "frames" else cost.row_pieces
 
     def share(text: str, layers: Fraction = Fraction(0)) -> str:
-        own = _share_of_fullest_rank(text, cost.row_pieces, cp)
+        own = _share_of_fullest_rank(text, pieces, cp)
         kept = gathered * layers
         return f"{own} + {scale_expression(exchanged, kept)}" if kept else own
 
     def share_saved(text: str, layers: Fraction) -> str:
-        if text == "0" or cost.unshared_bytes == "0":
+        if text == "0" or cost.unshared_bytes == "0" or pieces == "0":
             return share(text, layers)
         return f"{cost.unshared_bytes} + {share(f'({text}) - ({cost.unshared_bytes})', layers)}"
 

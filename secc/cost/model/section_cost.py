@@ -78,7 +78,7 @@ ATTENTION_BACKWARD_TIME_RATIO = sympy.Rational(5, 2)
 # Expressions on calls that are left out where they are zero.
 OPTIONAL_EXPRESSIONS = (
     "peak", "working", "again", "again_moved", "unneeded", "attention", "attention_work", "moved", "routed",
-    "routed_work", "exchanged", "queries", "pieces", "parts", "unshared",
+    "routed_work", "exchanged", "queries", "pieces", "parts", "entries", "unshared",
 )  # fmt: skip
 MATMUL_OP_NAMES = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size symbols
@@ -104,6 +104,7 @@ _EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size s
     "query_bytes",
     "row_pieces",
     "attended_parts",
+    "batch_entries",
     "unshared_bytes",
     "layer_work",
 )
@@ -145,7 +146,9 @@ class SectionCost:
             each layer, the largest common divisor; 0 if a layer cannot exchange heads.
         row_pieces: whole frames or windows that ranks of context parallelism get in a vision tower; "0" where
             they get rows. Only layers that attend to `attended_parts`, which are fewer, exchange anything.
-            unshared_bytes: saved before the first layer, on each rank.
+            batch_entries: frames that ranks can get whole where a sample has several entries of the batch
+            that layers work on; "0" elsewhere. entries_per_sample: of them, the mean, rounded.
+            unshared_bytes: saved before the first layer, on each rank that has whole frames or windows.
         largest_layer_bytes: parameters of the largest layer. outside_layers_bytes: of everything else.
         narrowest_dim: smallest weight dimension of the call that issues most operations; 0 if unknown.
         sequence_parallel: norms and residuals work on parts of the sequence.
@@ -209,6 +212,8 @@ class SectionCost:
     exchanged_bytes: str = "0"
     query_bytes: str = "0"
     row_pieces: str = "0"
+    batch_entries: str = "0"
+    entries_per_sample: int = 0
     attended_parts: str = "0"
     unshared_bytes: str = "0"
     layer_work: str = "0"
@@ -318,6 +323,7 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, part: Secti
     has_backward = mode != "forward"
     params, trainable, param_bytes, trainable_bytes = _count_parameters(graph, ops_by_case, called_paths)
     largest_layer_bytes, outside_layers_bytes = _layer_bytes(graph, calls, param_bytes)
+    batch_entries, entries_per_sample = _count_batch_entries(graph, calls, blocks)
 
     def largest(sums: Iterable[Counter[str]]) -> str:
         return max_expr(map(sum_counted_exprs, sums))
@@ -365,6 +371,8 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, part: Secti
         query_bytes=largest(case.query_bytes for case in cases),
         row_pieces=largest(case.row_pieces for case in cases) if _share_pieces(calls, blocks) else "0",
         attended_parts=largest(case.attended_parts for case in cases),
+        batch_entries=batch_entries,
+        entries_per_sample=entries_per_sample,
         unshared_bytes=largest(case.unshared_bytes for case in cases) if has_backward else "0",
         layer_work=largest(case.layer_work for case in cases),
         key_heads=_common_key_heads(calls, blocks),
@@ -379,6 +387,31 @@ def _share_pieces(calls: Iterable[CallOp], blocks: Mapping[str, BlockOp]) -> boo
     """Whether ranks of context parallelism get whole pieces in all calls of a section with layers."""
     costs = [call_cost(call, blocks[call.target.data]) for call in calls]
     return all(cost.pieces != 0 for cost in costs if cost.exchanged != 0 or cost.pieces != 0)
+
+
+def _count_batch_entries(
+    graph: GraphOp, calls: Iterable[CallOp], blocks: Mapping[str, BlockOp]
+) -> tuple[str, int]:
+    """The fewest entries of a batch that any layers of a section work on, and how many a mean sample has; "0"
+    and 0 if that is one, as in decoders, or if some layers have no batch."""
+    costs = [call_cost(call, blocks[call.target.data]) for call in calls]
+    texts = {size_expr.format_expr(c.entries) for c in costs if c.exchanged != 0 or c.entries != 0}
+    if not texts or "0" in texts:
+        return "0", 0
+    estimates = size_estimates(graph)
+
+    def count_in_mean_sample(text: str) -> Fraction:
+        known = substitute_estimates(text, estimates) if estimates else text
+        counts = [
+            (p.share, n)
+            for p in input_patterns(graph)
+            if (n := evaluate_expr(known, micro_batch_sizes(graph, p.sizes, 1))) > 0
+        ]
+        share = sum((share for share, _ in counts), Fraction(0))
+        return sum((share * n for share, n in counts), Fraction(0)) / share if share else Fraction(0)
+
+    fewest, text = min((count_in_mean_sample(text), text) for text in sorted(texts))
+    return (text, int(fewest)) if fewest >= 2 else ("0", 0)
 
 
 def _common_key_heads(calls: Iterable[CallOp], blocks: Mapping[str, BlockOp]) -> int:

@@ -37,7 +37,7 @@ def annotate_rows(module: ModuleOp, subject: SearchSubject, fused: FusedOperator
     returns whether there are such sections.
 
     fused: the fused operators that ranks will install in the model, and their code. Raises ImpossibleChoice
-    for a section without a layer that works on rows.
+    for a section without a layer that works on rows, or with whole frames that a layer mixes.
     """
     graph = graph_of(module)
     wanted = [(s, cp) for s in graph.sections if (cp := int(get_number(s, "cp") or 1)) > 1]
@@ -103,11 +103,18 @@ class _RowSearch:
 
 
 def _write_section(section: SectionOp, cp: int, found: dict[str, RowLayer]) -> None:
-    """Writes what was found into a section. Raises ImpossibleChoice if no layer works on rows."""
+    """Writes what was found into a section. Raises ImpossibleChoice if no layer works on rows, or if a layer
+    does not compute whole frames by themselves."""
     rows = {path: layer for path, layer in found.items() if layer.reason is None}
     reasons = {path: layer.reason for path, layer in found.items() if layer.reason is not None}
+    name = get_string(section, "pipeline") or section.sym.data
+    if reasons and get_string(section, "row_attention") == "frames":
+        path, reason = next(iter(reasons.items()))
+        cause = f"{path} does not compute each entry of its batch by itself ({reason})"
+        choice = f"{name}.attention=frames"
+        error = UserError(f"{choice} is impossible: {cause}", remedy=f"leave {name}.attention out")
+        raise ImpossibleChoice(error, [choice])
     if not rows:
-        name = get_string(section, "pipeline") or section.sym.data
         cause = "it has no layers"
         if reasons:
             cause = f"no layer of it works on rows of its sequence ({next(iter(reasons.values()))})"
@@ -117,6 +124,8 @@ def _write_section(section: SectionOp, cp: int, found: dict[str, RowLayer]) -> N
     unsplit = [UnsplitAttr.of(path, reason) for path, reason in reasons.items()]
     section.attributes |= {
         "row_layers": strings_attr(rows),
-        "row_modules": strings_attr(f"{path}.{m}" for path, layer in rows.items() for m in layer.row_modules),
+        "row_modules": strings_attr(
+            f"{path}.{m}".removesuffix(".") for path, layer in rows.items() for m in layer.row_modules
+        ),
         "whole": ArrayAttr([*(known if isinstance(known, ArrayAttr) else ()), *unsplit]),
     }

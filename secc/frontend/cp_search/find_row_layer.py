@@ -5,7 +5,8 @@ code that they see, but a function without a rule makes every rank do all the wo
 in a submodule, the submodule is run on rows by itself, which is right if it treats every row alike (experts,
 a user's own autograd function). Results and gradients of inputs and parameters decide. A layer that needs
 whole sequences otherwise (convolutions over time, state spaces) stays whole, with the function's name as
-reason.
+reason. Of frames that are entries of a batch, a layer with code that has no rules may compute a rank's by
+itself.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from secc.frontend.tp_search.verify_mapping import (
 )
 from secc.runtime.context_parallel import row_exchange
 from secc.runtime.context_parallel.row_marks import mark_of
-from secc.runtime.context_parallel.row_mode import RowMode, split_first_input
+from secc.runtime.context_parallel.row_mode import RowMode, find_batched_state, split_first_input
 from secc.runtime.context_parallel.row_rules import RowsNotWritable
 from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.sections.recompute import without_cache
@@ -44,7 +45,7 @@ MOST_ROUNDS = 3  # of running submodules by themselves
 @dataclass(frozen=True)
 class RowLayer:
     """Whether a layer works on rows. reason: None if it does. row_modules: the submodules that run on rows by
-    themselves."""
+    themselves; "" is the layer."""
 
     reason: UnsplitReason | None
     row_modules: tuple[str, ...] = ()
@@ -75,6 +76,9 @@ def find_row_layer(
     other's rows.
     """
     call = call[0], without_cache(layer, call[1])
+    whole_frames = attention == "frames"
+    if whole_frames and not _has_several_entries(call):
+        return RowLayer(UnsplitReason(UnsplitKind.NO_ROWS))
     whole, row_modules, mixing = UnsplitModule(layer, call), tuple(by_themselves), ""
     state = torch.random.get_rng_state()
     try:
@@ -89,9 +93,12 @@ def find_row_layer(
                 return RowLayer(_mixing_reason(mixing) if reason and mixing else reason, row_modules)
             mixing = mixing or gathered[0][1]
             inside = {path for path, _ in gathered}
-            if "" in inside or inside & {*row_modules}:
+            if whole_frames and not row_modules:
+                row_modules = ("",)
+            elif "" not in inside and not inside & {*row_modules}:
+                row_modules = (*row_modules, *sorted(inside))
+            else:
                 break
-            row_modules = (*row_modules, *sorted(inside))
         return RowLayer(_mixing_reason(mixing))
     except RowsNotWritable as error:
         return RowLayer(UnsplitReason(UnsplitKind.WRITES_INTO_ROWS, str(error)))
@@ -99,6 +106,12 @@ def find_row_layer(
         return RowLayer(_mixing_reason(mixing) if mixing else failure_reason(error))
     finally:
         torch.random.set_rng_state(state)
+
+
+def _has_several_entries(call: ModuleCall) -> bool:
+    """Whether a layer is called with hidden states of more than one entry: only then can it mix them."""
+    hidden = find_batched_state(*call)[1]
+    return hidden is not None and hidden.shape[0] > 1
 
 
 def _mixing_reason(function: str) -> UnsplitReason:

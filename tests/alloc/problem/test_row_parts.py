@@ -42,15 +42,37 @@ sec.graph "documents" {{
   }}
 }}
 """
+# A tower of 0.2e9 parameters that keeps 256 MB for each frame, which is an entry of its batch.
+TOWER = """
+sec.graph "videos" {{
+  sec.symbol "n" kind "rows" key "frames" dim 0
+  sec.pattern when [] share "1.0" {{n = {mean}}}
+  sec.block "tower" class "Tower" params 200000000 trainable 200000000 layers 24 {{
+    bytes = 400000000 : i64, trainable_bytes = 400000000 : i64}}
+  sec.section "lm" mode "train" when [] blocks ["tower"]
+  sec.case "all" when [] {{
+    %frames = sec.input "frames" : !sec.tensor<[n, 577, 1024], bf16>
+    %h = sec.call "tower" (%frames) args "$0" outs [""] in @lm {{
+      flops = "230000000000*n", work = "230000000000*n", saved = "256000000*n", moved = "128000000*n",
+      exchanged = "56000000*n", entries = "n", ops = 800 : i64, cost = "counted", narrow = 1024 : i64,
+      layers = 24 : i64}} : !sec.tensor<[n, 577, 1024], bf16, grad>
+    %l = sec.glue "aten.sum.default" (%h) args "$0" in @lm : !sec.tensor<[], f32, grad>
+    sec.term "loss" (%l) in @lm
+    sec.return constant "0.0"
+  }}
+}}
+"""
 SHORT, LONG = [2048] * 15 + [4096], [2048] * 15 + [131_072]
 
 
 def build_long_workload(lengths: list[int]) -> Workload:
     """A workload of a global batch of 64 such samples on eight devices."""
-    module = parse_module(GRAPH.format(mean=sum(lengths) // len(lengths)))
-    graph = graph_of(module)
-    listed = [(frozenset[str](), {"B": 1, "S": n}) for n in lengths]
-    graph.attributes[SAMPLES_ATTRIBUTE] = samples_attr(["B", "S"], listed)
+    return _build_workload(GRAPH, [{"B": 1, "S": n} for n in lengths], sum(lengths) // len(lengths))
+
+
+def _build_workload(text: str, sizes: list[dict[str, int]], mean: int) -> Workload:
+    graph = graph_of(parse_module(text.format(mean=mean)))
+    graph.attributes[SAMPLES_ATTRIBUTE] = samples_attr([*sizes[0]], [(frozenset[str](), s) for s in sizes])
     return build_workload(graph, parse_cluster("1x8xH100"), 64)
 
 
@@ -82,6 +104,22 @@ def test_the_chosen_cp_is_the_best_of_all(lengths: list[int]) -> None:
     assert best[1].time_ns == min(pinned)
     # 131,072 tokens keep 262 GB, and a device has 80 GiB.
     assert (_chosen_cp(best) > 1) == (lengths is LONG)
+
+
+@pytest.mark.parametrize(("frames", "cp"), [([8] * 16, 1), ([8] * 15 + [512], 2)], ids=["short", "long"])
+def test_ranks_share_the_frames_of_long_videos(frames: list[int], cp: int) -> None:
+    """512 frames keep 131 GB, and a device has 80 GiB. Ranks that have whole ones exchange nothing."""
+    work = _build_workload(TOWER, [{"n": n} for n in frames], sum(frames) // len(frames))
+    found = _solve(work)
+    assert found is not None and _chosen_cp(found) == cp
+    chosen = found[0].sections["lm"][found[1].assignment.choice["lm"]]
+    assert work.rank_load(work.loads["lm"], chosen.shape).row_attention == ("frames" if cp > 1 else "gather")
+
+
+def test_whole_frames_are_refused_where_a_sample_has_one_entry() -> None:
+    work = build_long_workload(LONG)
+    with pytest.raises(UserError, match="do not work on a batch in which a sample has several entries"):
+        build_problem(work, 8, "auto", parse_pins(["lm.attention=frames", "lm.cp=2"], ["lm"]))
 
 
 def test_no_cp_is_considered_where_no_sample_is_long() -> None:

@@ -53,6 +53,21 @@ def count_block(*per_piece: int) -> BlockCounts:
 
 
 @pytest.mark.parametrize(
+    "shape", [(FRAMES, FRAME, WIDTH), (FRAMES, 2, FRAME, WIDTH)], ids=["rows", "pictures"]
+)
+def test_entries_of_a_batch_are_counted(shape: tuple[int, ...]) -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    tower = nn.Sequential(nn.Linear(WIDTH, WIDTH), layers)
+
+    def make_arguments(make: ValuelessTensors) -> tuple[list[Any], dict[str, Any]]:
+        return [make(shape, torch.empty(shape, device="meta").stride(), torch.float32)], {}
+
+    counts = run_on_meta(tower, make_arguments, True, list(layers.children()))
+    assert (counts.pieces, counts.entries) == (0, FRAMES)
+    assert counts.unshared == torch.Size(shape).numel() * 4  # what the first map keeps
+
+
+@pytest.mark.parametrize(
     ("per_piece", "pieces", "parts", "exchanged"),
     [
         ((FRAME,) * 4, FRAMES, 0, 0),

@@ -80,6 +80,23 @@ def test_gathered_keys_and_values_are_kept_and_exchanged_heads_are_not() -> None
     assert saved("gather", "full", "working") == 10 / 4 + 1024 * 3 / 4  # of one layer that runs again
 
 
+def test_ranks_with_whole_frames_exchange_nothing() -> None:
+    cluster, sizes = parse_cluster("1x8xH100"), {"n": 10}
+    section = replace(
+        LAYERS, saved="100*n", unshared_bytes="20*n", exchanged_bytes="4096*n", batch_entries="n",
+        entries_per_sample=4,
+    )  # fmt: skip
+
+    def chosen(cp: int, pinned: str = "") -> str:
+        return choose_row_attention(section, section, 1, cp, cluster, pinned)
+
+    assert [chosen(cp) for cp in (1, 2, 4, 8)] == ["gather", "frames", "frames", "gather"]
+    assert chosen(8, "frames") == "frames" and chosen(2, "gather") == "gather"
+    assert price_row_exchange(section, 1, 4, cluster, "frames").forward_ns == "0"
+    fullest = cost_on_rows(section, 4, "frames").saved  # three of ten frames, and inputs of all
+    assert evaluate_expr(fullest, sizes) == 20 * 10 + 80 * 3
+
+
 def test_tensor_parallelism_divides_heads_and_float32_is_not_widened() -> None:
     cluster = parse_cluster("1x8xH100")
 
