@@ -42,7 +42,7 @@ def row_parts_for_long_samples(work: Workload, load: SectionLoad, tp: int, pp: i
         cp <= MAX_ROW_PARTS
         and tp * pp * cp <= ranks
         and _has_long_sample(work, load, ReplicaShape(tp, pp, cp // 2), ranks)
-        and (work.has_rows_to_share(load) or load.cost.batch_entries != "0")
+        and work.has_rows_to_share(load)
     ):
         choices.append(cp)
         cp *= 2

@@ -167,7 +167,7 @@ class Workload:
     def has_rows_to_share(self, load: SectionLoad) -> bool:
         """Whether ranks of cp may share the rows of a section's layers: sequences, or the frames of videos
         and pictures that a tower attends to one by one."""
-        return load.cost.row_pieces != "0" or self.has_sequences(load)
+        return load.cost.row_pieces != "0" or load.cost.batch_entries != "0" or self.has_sequences(load)
 
     def has_sequences(self, load: SectionLoad) -> bool:
         """Whether layers of a section work on tensors [samples, rows, width] with rows that depend on

@@ -10,8 +10,8 @@ inside.
 Ranks of a vision tower that attends to frames or windows get whole ones, and exchange keys and values of the
 frames that two of them share. With few pieces they are uneven: the fullest rank counts.
 
-In other towers frames are entries of the batch that layers work on. If a mean sample has at least one for each
-rank, ranks get whole entries ("frames") and exchange nothing.
+In other towers frames are entries of the batch that layers work on. If a mean sample has at least one for
+each rank, ranks get whole entries ("frames") and exchange nothing.
 """
 
 from __future__ import annotations
