@@ -274,9 +274,11 @@ class Allocate(ModulePass):
             MULTI_RANK_MARGIN,
         )
 
-    def _reuse_known_plan(self, graph: GraphOp) -> tuple[SolvedAllocation, RefinedPlan, float] | None:
-        """The plan that is known, with what was proven of it and the least step of any plan in seconds, if it
-        can still be had: nothing else is priced."""
+    def _reuse_known_plan(
+        self, graph: GraphOp
+    ) -> tuple[SolvedAllocation, RefinedPlan, float, dict[str, Any]] | None:
+        """The plan that is known, with what was proven of it, the least step of any plan in seconds and the
+        steps that its search compared, if it can still be had: nothing else is priced."""
         work, _, size = self._read_options(graph)
         pins = pins_.parse_pins(
             (*self.stages, *self.set, *self.known), [s.sym.data for s in graph.sections], self.refused
@@ -297,7 +299,8 @@ class Allocate(ModulePass):
             work, asked, Solution(found, value.time_ns, status, gap, value.ranks), pins, size
         )
         won = RefinedPlan(found, tried, value.time_ns, trials)
-        return (solved, won, least_step_s) if tried.fits else None
+        compared = known.parse_compared_steps(self.proven)
+        return (solved, won, least_step_s, compared) if tried.fits else None
 
     def read_cluster(self) -> Cluster:
         """The cluster that plans are priced for."""

@@ -4,15 +4,21 @@ sympy.
 The grammar is Python's for integers, names, `+ - * // %`, parentheses, `min` and `max`; everything else is
 rejected, so a plan file cannot run code. `secc.ir.dialect.size_expr` parses the same grammar into sympy. Each
 text is compiled once into a Python function, because a step evaluates the same few expressions for thousands
-of samples, one at a time or as columns.
+of samples, one at a time or as columns. Long columns are evaluated as tensors, several times faster, where no
+intermediate result can exceed int64.
 """
 
 from __future__ import annotations
 
 import ast
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any
+from functools import cache, reduce
+from typing import Any, TypeAlias
+
+import torch
+
+from secc.runtime.plan.int_columns import int_tensor
 
 SymbolValues = Mapping[str, int]
 SizeColumns = Mapping[str, Sequence[int]]
@@ -20,6 +26,11 @@ SizeColumns = Mapping[str, Sequence[int]]
 _BINARY_OPS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 _SHOWN_CHARACTERS = 200
 _ALLOWED_CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
+MIN_TENSOR_ROWS = 128  # shorter columns are evaluated row by row
+_MAX_INT64 = (1 << 63) - 1
+
+_Value: TypeAlias = "int | torch.Tensor"  # of a constant, or of all rows
+_Step: TypeAlias = tuple[str, int, int]  # an operation and its operands' numbers, or a constant's value twice
 
 
 def evaluate_expr(text: str | int, sizes: SymbolValues) -> int:
@@ -42,6 +53,10 @@ def evaluate_expr_columns(text: str | int, columns: SizeColumns, count: int) -> 
     Raises ValueError like `evaluate_expr`.
     """
     try:
+        if count >= MIN_TENSOR_ROWS:
+            values = _split_into_steps(str(text)).evaluate(columns)
+            if values is not None:
+                return values
         value = _compile_column_expr(str(text))(columns)
     except KeyError as unknown:
         raise ValueError(
@@ -96,11 +111,106 @@ def _compile_column_expr(text: str) -> Callable[[SizeColumns], int | list[int]]:
     )
 
 
+class _ColumnSteps:
+    """An expression as steps from numbered values, the columns of `symbols`, to further ones, of which
+    `result` is the expression's. Equal subexpressions share a step.
+    """
+
+    def __init__(self, text: str) -> None:
+        node, names = _parse_tree(text)
+        self.symbols = tuple(names)
+        self._numbers: dict[object, int] = {variable: i for i, variable in enumerate(names.values())}
+        self.steps: list[_Step] = []
+        self.result = self._add_steps(node)
+
+    def _add_steps(self, node: ast.expr) -> int:
+        """Adds the steps of a checked expression and returns the number of its value."""
+        match node:
+            case ast.Name(id=name):
+                return self._numbers[name]
+            case ast.Constant(value=int(value)):
+                return self._number_step(("constant", value, value))
+            case ast.UnaryOp(operand=operand):
+                return self._number_step(("Sub", self._add_steps(ast.Constant(0)), self._add_steps(operand)))
+            case ast.BinOp(left=left, op=op, right=right):
+                return self._number_step((type(op).__name__, self._add_steps(left), self._add_steps(right)))
+            case ast.Call(func=ast.Name(id=name), args=args):
+                return reduce(lambda a, b: self._number_step((name, a, b)), map(self._add_steps, args))
+        raise AssertionError(ast.dump(node))
+
+    def _number_step(self, step: _Step) -> int:
+        if step not in self._numbers:
+            self._numbers[step] = len(self._numbers)
+            self.steps.append(step)
+        return self._numbers[step]
+
+    def evaluate(self, columns: SizeColumns) -> list[int] | None:
+        """Returns the values of all rows; None where that takes Python's integers: an intermediate result
+        may exceed int64, or a divisor is no constant. Raises KeyError for an unknown symbol.
+        """
+        values: list[_Value] = []
+        limits: list[int] = []  # no value is larger in magnitude
+        for name in self.symbols:
+            try:
+                column = int_tensor(columns[name])
+            except OverflowError:
+                return None
+            values.append(column)
+            limits.append(int(max(map(abs, column.aminmax()))))
+        for operation, a, b in self.steps:
+            if operation == "constant":
+                values.append(a)
+                limits.append(abs(a))
+            elif operation in ("FloorDiv", "Mod") and (not isinstance(values[b], int) or not values[b]):
+                return None
+            else:
+                compute, limit = _COLUMN_OPERATIONS[operation]
+                values.append(compute(values[a], values[b]))
+                limits.append(limit(limits[a], limits[b]))
+            if limits[-1] > _MAX_INT64:
+                return None
+        value = values[self.result]
+        return None if isinstance(value, int) else value.tolist()
+
+
+_split_into_steps = cache(_ColumnSteps)
+
+
+def _smaller(a: _Value, b: _Value) -> _Value:
+    if isinstance(a, int):
+        return min(a, b) if isinstance(b, int) else b.clamp(max=a)
+    return a.clamp(max=b)
+
+
+def _greater(a: _Value, b: _Value) -> _Value:
+    if isinstance(a, int):
+        return max(a, b) if isinstance(b, int) else b.clamp(min=a)
+    return a.clamp(min=b)
+
+
+# By operation: how values are computed, and how large the result of operands of some magnitudes can be.
+_COLUMN_OPERATIONS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[int, int], int]]] = {
+    "Add": (operator.add, operator.add),
+    "Sub": (operator.sub, operator.add),
+    "Mult": (operator.mul, operator.mul),
+    "FloorDiv": (operator.floordiv, lambda a, b: a // b + 1),
+    "Mod": (operator.mod, lambda _, b: b),
+    "min": (_smaller, max),
+    "max": (_greater, max),
+}
+
+
 def _parse_expr(text: str) -> tuple[str, dict[str, str]]:
     """Returns expression `text` with its symbols replaced by safe variable names, and {symbol: variable}."""
+    node, names = _parse_tree(text)
+    return ast.unparse(node), names
+
+
+def _parse_tree(text: str) -> tuple[ast.expr, dict[str, str]]:
+    """Returns the tree of `_parse_expr`. Raises ValueError outside the grammar."""
     names: dict[str, str] = {}
     try:
-        return ast.unparse(_rename_symbols(ast.parse(text, mode="eval").body, names)), names
+        return _rename_symbols(ast.parse(text, mode="eval").body, names), names
     except (SyntaxError, RecursionError, MemoryError):  # the latter two: nested too deeply
         raise ValueError(f"not a size expression: {text[:_SHOWN_CHARACTERS]!r}") from None
 

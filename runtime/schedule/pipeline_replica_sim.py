@@ -14,6 +14,7 @@ stage sends returns to the rank after so many.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -94,13 +95,11 @@ class PipelineReplica:
         # bytes_before[i]: bytes of the first i micro-batches of the order.
         bytes_before = [0, *accumulate(map(self.saved_bytes[stage].__getitem__, order))]
         byte_limit = self.byte_limits[stage]
-        limits, started = list[int](), 0
-        for finished, finished_bytes in enumerate(bytes_before):
-            started = max(started, finished + 1)
-            while started < count and bytes_before[started + 1] - finished_bytes <= byte_limit:
-                started += 1
-            limits.append(min(started, finished + max_count, count))
-        return limits
+        fitting = [bisect_right(bytes_before, done + byte_limit) - 1 for done in bytes_before]
+        return [
+            min(max(started, finished + 1), finished + max_count, count)
+            for finished, started in enumerate(fitting)
+        ]
 
 
 class _StageTimes:

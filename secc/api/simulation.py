@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from secc.baselines.compare import BaselineComparison, BaselineResult
 from secc.bounds.steady_state import mean_step_bound
 from secc.bounds.traffic import Traffic
 from secc.bounds.work import BatchWork
@@ -20,6 +20,9 @@ from secc.simulate.global_batches import load_global_batches
 from secc.simulate.simulator import simulate
 from secc.simulate.steady_state import steady_state_steps
 from secc.simulate.step_measures import StepMeasures, find_busiest_rank, mean_measures, measure_step
+
+if TYPE_CHECKING:
+    from secc.baselines.compare import BaselineResult
 
 _DRAW, _COMPARE, _READ_IR = "draw samples", "compare with the bounds", "read the plan's IR"
 
@@ -87,6 +90,8 @@ def simulate_plan(
     measured = mean_measures(measures, mean_step_bound(works))
     found: dict[str, BaselineResult] = {}
     if baselines:
+        from secc.baselines.compare import BaselineComparison  # imports what prices plans
+
         show(_READ_IR)
         comparison = BaselineComparison(directory)
         for name in baselines:

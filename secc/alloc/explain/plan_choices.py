@@ -1,15 +1,16 @@
 """Writes a plan as a list of choices, NAME.KEY=VALUE, and rebuilds the assignment from them.
 
 A model's second allocation, with its layers captured one by one, takes the first one's plan over in this way:
-the blocks cost the same in total, so searching again would find nothing better. Solver status, gap and the
-number of evaluated plans travel along as KEY=VALUE.
+the blocks cost the same in total, so searching again would find nothing better. Solver status, gap, the
+number of evaluated plans and the steps that the search compared travel along as KEY=VALUE.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from typing import Any
 
 from xdsl.dialects.builtin import StringAttr
 
@@ -21,6 +22,7 @@ from secc.ir.dialect.ops import GraphOp, SectionOp
 
 # Assumed where nothing is known of how a plan was found.
 DEFAULT_SOLVER_STATUS = {"status": "FEASIBLE", "gap": "1.0", "tried": "1", "least_step_s": "0.0"}
+COMPARED_STEPS = ("dynamic_cp", "interleaved")  # tables within tables of seconds
 NUMBER_KEYS = ("dp", "tp", "pp", "chunks", "cp", "ep", "micro_batch")
 WORD_KEYS = ("sharding", "recompute", "backward", "cp_per", "cp_degrees", "offload", "placement", "norms")
 UNWRITTEN_DEGREES = ("cp", "ep", "chunks")  # 1 where a section has no such attribute
@@ -44,10 +46,36 @@ def list_plan_choices(graph: GraphOp) -> tuple[str, ...]:
 
 
 def format_solver_status(graph: GraphOp) -> tuple[str, ...]:
-    """Solver status, gap, number of evaluated plans and least step of any plan, as KEY=VALUE."""
+    """Solver status, gap, number of evaluated plans and least step of any plan, as KEY=VALUE, and each
+    compared step as TABLE/.../KEY=SECONDS."""
     solver = graph.attributes.get("solver")
     status = json.loads(solver.data) if isinstance(solver, StringAttr) else {}
-    return tuple(f"{key}={status[key]}" for key in DEFAULT_SOLVER_STATUS if key in status)
+    keys = (*DEFAULT_SOLVER_STATUS, *COMPARED_STEPS)
+    return tuple(text for key in keys if key in status for text in _flatten_table(key, status[key]))
+
+
+def _flatten_table(path: str, value: Any) -> Iterator[str]:
+    """Yields PATH=VALUE for each value in a table, with the keys on the way to it in the path."""
+    if not isinstance(value, Mapping):
+        yield f"{path}={value}"
+        return
+    table: Mapping[str, Any] = value
+    for key, inner in table.items():
+        yield from _flatten_table(f"{path}/{key}", inner)
+
+
+def parse_compared_steps(texts: Sequence[str]) -> dict[str, Any]:
+    """Returns the tables of compared steps from the texts of `format_solver_status`."""
+    tables: dict[str, Any] = {}
+    for text in texts:
+        path, _, seconds = text.partition("=")
+        *outer, key = path.split("/")
+        table = tables
+        for name in outer:
+            table = table.setdefault(name, {})
+        if outer:
+            table[key] = float(seconds)
+    return tables
 
 
 def parse_solver_status(texts: Sequence[str]) -> tuple[str, float, int, float]:

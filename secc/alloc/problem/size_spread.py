@@ -37,6 +37,10 @@ class SizeSpread:
     relative_times: tuple[int, ...] = ()
     pattern_means: Mapping[PatternKeys, int] = field(default_factory=dict[PatternKeys, int])
     padding: _PaddingCost | None = field(default=None, repr=False, compare=False)
+    # `mean_round_maximum` by its arguments; many shapes and layouts ask for the same ones
+    cached_maxima: dict[tuple[int, int, int], int] = field(
+        default_factory=dict[tuple[int, int, int], int], repr=False, compare=False
+    )
 
     def mean_ns(self, when: PatternKeys, time_ns: int) -> int:
         """Average time of samples of pattern `when`, given the time of as many mean samples."""
@@ -70,13 +74,16 @@ class SizeSpread:
         a round and each replica has `rounds` micro-batches."""
         if not self.relative_times:
             return PERMILLE
-        count = rounds * replicas * size
-        firsts = (i * replicas * size + j for i in range(rounds) for j in range(size))
-        return max(
-            PERMILLE,
-            sum(self.relative_times[first * len(self.relative_times) // count] for first in firsts)
-            // (rounds * size),
-        )
+        key = rounds, replicas, size
+        if key not in self.cached_maxima:
+            count = rounds * replicas * size
+            firsts = (i * replicas * size + j for i in range(rounds) for j in range(size))
+            self.cached_maxima[key] = max(
+                PERMILLE,
+                sum(self.relative_times[first * len(self.relative_times) // count] for first in firsts)
+                // (rounds * size),
+            )
+        return self.cached_maxima[key]
 
 
 class _PaddingCost:

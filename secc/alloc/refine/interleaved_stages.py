@@ -46,9 +46,8 @@ def choose_interleaving(
     for section in won.assignment.choice:
         found = {"one": (won, evaluator)}
         for placement, problem in _interleave(evaluator, won, section, pins):
-            tried = PlanEvaluator(evaluator.work, problem, evaluator.run_ahead)
-            first = tried.evaluate_batch(won.assignment, ranks, tried.batches[0])
-            now = evaluator.evaluate_batch(won.assignment, ranks, tried.batches[0])
+            tried = PlanEvaluator(evaluator.work, problem, evaluator.run_ahead, evaluator.known)
+            first, now = (e.evaluate_first_batch(won.assignment, ranks) for e in (tried, evaluator))
             if not first.fits or first.time_ns > now.time_ns * (1 + FIRST_BATCH_MARGIN):
                 continue
             evaluation = tried.evaluate(won.assignment, ranks)

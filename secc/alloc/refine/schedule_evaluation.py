@@ -181,6 +181,16 @@ class PlanEvaluator:
             )
         )
 
+    def evaluate_first_batch(self, assignment: Assignment, ranks: GroupRanks) -> Evaluation:
+        """Evaluation on the first batch."""
+        (evaluation,) = self.evaluate_once(
+            [(assignment, ranks, 0)],
+            lambda requests: [
+                self.evaluate_batch(a, of_group, self.batches[0]) for a, of_group, _ in requests
+            ],
+        )
+        return evaluation
+
     def evaluate_once(
         self,
         requests: Sequence[EvaluationRequest],
@@ -438,25 +448,24 @@ class PlanEvaluator:
         it equals this one; by section and rank."""
         ends_by_section: dict[str, dict[int, int]] = {}
         stage_passed: dict[tuple[str, int], int] = {}  # when a micro-batch has left the stage before
+        if not order.prefetchable:
+            return {}
+        place, costs = {job: i for i, job in enumerate(order.task_order)}, PredictedCosts(plan, batch)
         for s in (s for s in plan.sections if s.name in order.prefetchable):
             free = {rank: timeline.ends[s.name].get(rank, 0) for rank in replica_first_ranks(s)}
             micros, n = order.tables[s.name].micro_batches, order.step_tasks.ranges[s.name]
-            prefetched = [
-                m for job in order.task_order if (m := job - n.forward_start) in order.prefetchable[s.name]
-            ]
-            forward, _ = PredictedCosts(plan, batch).micro_batch_times(
-                s, [micros[m].samples for m in prefetched]
-            )
+            prefetched = sorted(order.prefetchable[s.name], key=lambda m: place[n.forward_start + m])
+            forward, _ = costs.micro_batch_times(s, [micros[m].samples for m in prefetched])
             forward_ns = dict(zip(prefetched, forward, strict=True))
             rounds, ranks = gather_rounds([s], {s.name: micros}), replica_first_ranks(s)
+            pipeline = s.user_section_name
             for together in dict.fromkeys(rounds.get((s.name, m), (micros[m],)) for m in prefetched):
                 start = max(
-                    max(free[ranks[m.replica]], stage_passed.get((s.user_section_name, m.index), 0))
-                    for m in together
+                    max(free[ranks[m.replica]], stage_passed.get((pipeline, m.index), 0)) for m in together
                 )
                 end = start + max(forward_ns[m.index] for m in together)
                 free |= {ranks[m.replica]: end for m in together}
-                stage_passed |= {(s.user_section_name, m.index): end for m in together}
+                stage_passed |= {(pipeline, m.index): end for m in together}
             ends_by_section[s.name] = free
         return ends_by_section
 

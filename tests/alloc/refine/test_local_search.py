@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from xdsl.dialects.builtin import StringAttr
 
 from secc.alloc.explain import plan_choices
 from secc.alloc.problem import build_problem as problems
@@ -306,7 +308,13 @@ def test_a_plan_is_rebuilt_from_its_choices() -> None:
     assert found is not None
     again, _, _ = vlm_problem()
     other = tuple(t.replace("sharding=none", "sharding=zero1") for t in texts)
-    proven = ("status=OPTIMAL", "gap=0.25", "tried=9")
+    proven = (
+        *("status=OPTIMAL", "gap=0.25", "tried=9"),
+        "dynamic_cp/sections/lm/section=0.5",
+        "dynamic_cp/sections/lm/any=0.25",
+        "dynamic_cp/step_s/priced as dealt=0.25",
+        "interleaved/lm/loop=1e-05",
+    )
     assert other != texts
     Allocate(cluster="1x4xcpu", global_batch=32, known=other, proven=proven).apply(
         module_text.make_context(), again
@@ -315,6 +323,11 @@ def test_a_plan_is_rebuilt_from_its_choices() -> None:
         plan_choices.list_plan_choices(graph_of(again)) == other
         and plan_choices.format_solver_status(graph_of(again)) == proven
     )
+    record = graph_of(again).attributes["solver"]
+    assert isinstance(record, StringAttr)
+    solver = json.loads(record.data)
+    assert solver["interleaved"] == {"lm": {"loop": 1e-05}}
+    assert solver["dynamic_cp"]["sections"] == {"lm": {"section": 0.5, "any": 0.25}}
     assert (
         plan_choices.assignment_from_choices(
             asked, [t.replace("micro_batch=", "micro_batch=7") for t in texts]

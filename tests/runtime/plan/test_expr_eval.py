@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secc.runtime.plan.expr_eval import evaluate_expr, evaluate_expr_columns
+from secc.runtime.plan.expr_eval import MIN_TENSOR_ROWS, evaluate_expr, evaluate_expr_columns
 
 leaves = st.one_of(st.integers(0, 50).map(str), st.sampled_from(["B", "S", "n_pixels"]))
 expressions = st.recursive(
@@ -35,6 +35,31 @@ def test_columns_have_the_value_of_each_row(text, places):
     assert evaluate_expr_columns(text, columns, len(places)) == [
         evaluate_expr(text, place) for place in places
     ]
+
+
+@given(
+    expressions,
+    st.lists(sizes, min_size=1, max_size=4),
+    st.sampled_from([1, 10**9, 10**15]),
+    st.booleans(),
+)
+def test_long_columns_have_the_value_of_each_row_at_any_magnitude(text, places, factor, negative):
+    scale = -factor if negative else factor
+    rows = [{name: scale * size for name, size in place.items()} for place in places] * MIN_TENSOR_ROWS
+    columns = {name: [row[name] for row in rows] for name in ("B", "S", "n_pixels")}
+    expected = [evaluate_expr(text, row) for row in rows[: len(places)]] * MIN_TENSOR_ROWS
+    assert evaluate_expr_columns(text, columns, len(rows)) == expected
+
+
+def test_long_columns_beyond_int64_are_exact():
+    sizes = [1 << 40, 3, 1 << 70] * MIN_TENSOR_ROWS
+    assert evaluate_expr_columns("B*B % 7", {"B": sizes}, len(sizes)) == [size**2 % 7 for size in sizes]
+
+
+def test_long_columns_divide_by_symbols_as_python_does():
+    columns = {"B": [7] * MIN_TENSOR_ROWS, "S": [2, 0] * (MIN_TENSOR_ROWS // 2)}
+    with pytest.raises(ZeroDivisionError):
+        evaluate_expr_columns("B // S", columns, MIN_TENSOR_ROWS)
 
 
 REFUSED = [
