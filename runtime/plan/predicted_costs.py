@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from secc.runtime.plan.batch_sizes import combine_sizes, pad_sample_sizes
 from secc.runtime.plan.expr_eval import SizeColumns, evaluate_expr_columns
-from secc.runtime.plan.schema import Plan, Section, SubgroupCost
+from secc.runtime.plan.schema import Cost, Plan, Section, SubgroupCost
 from secc.runtime.plan.step_program import SampleMeta, owes_backward
 
 SampleParts = tuple[tuple[int, ...], ...]  # sample positions of each subgroup of the ranks of cp, ascending
@@ -119,6 +119,8 @@ class PredictedCosts:
         # Values of each expression for all samples; the stages of a pipeline mostly share their expressions.
         self._evaluated: dict[str, list[int]] = {}
         self._subgroup_prices: dict[tuple[str, int], SubgroupPrices] = {}
+        # by the user's section and micro-batch: the costs at each stage, None where it is not dealt
+        self._dealt: dict[str, dict[tuple[int, ...], list[DealtCosts] | None]] = {}
         stages: dict[str, list[Section]] = {}
         for s in sorted(plan.sections, key=lambda s: s.stage):
             stages.setdefault(s.pipeline, []).append(s)
@@ -169,7 +171,7 @@ class PredictedCosts:
 
     def fitting_samples(self, section: Section, subgroup: SubgroupCost) -> list[bool]:
         """Returns for every sample whether the ranks of a subgroup have the memory to compute it."""
-        needed = self._evaluate_for_samples(subgroup.cost.saved or "0")
+        needed = self.saved_bytes_of_samples(subgroup.cost)
         return [size <= section.subgroup_bytes for size in needed]
 
     def micro_batch_times(
@@ -178,12 +180,17 @@ class PredictedCosts:
         """Returns (forward, backward) ns of micro-batches, each a sequence of sample positions. An empty
         micro-batch costs what the expressions give for no rows, a dealt one what its slowest part takes.
         """
-        forward, backward = self.times_of_columns(
-            section, self.micro_batch_columns(micro_batches), len(micro_batches)
+        of_sample = self.sample_times(section)
+        forward, backward = (
+            [ns[samples[0]] if len(samples) == 1 else 0 for samples in micro_batches] for ns in of_sample
         )
-        for i, dealt in enumerate(self.price_dealt(section, micro_batches)):
-            if dealt is not None:
-                forward[i], backward[i] = dealt.forward_ns, dealt.backward_ns
+        others = [i for i, samples in enumerate(micro_batches) if len(samples) != 1]
+        if not others:
+            return forward, backward
+        joined = [micro_batches[i] for i in others]
+        together = self.times_of_columns(section, self.micro_batch_columns(joined), len(joined))
+        for i, f, b, dealt in zip(others, *together, self.price_dealt(section, joined), strict=True):
+            forward[i], backward[i] = (f, b) if dealt is None else (dealt.forward_ns, dealt.backward_ns)
         return forward, backward
 
     def stages_of(self, section: Section) -> Sequence[Section]:
@@ -212,23 +219,33 @@ class PredictedCosts:
         """Returns the costs of each micro-batch that is dealt, None for others. The subgroups are of the size
         that takes least time, of the smallest such size. All stages of a pipeline deal alike: what they take
         together counts, and each must have the memory."""
-        found: list[DealtCosts | None] = [None] * len(micro_batches)
         if not section.may_deal:
-            return found
-        best = [0] * len(micro_batches)
+            return [None] * len(micro_batches)
         stages = self.stages_of(section)
         at = [s.name for s in stages].index(section.name)
-        for k in range(len(section.subgroups)):
+        known = self._dealt.setdefault(section.user_section_name, {})
+        new = [*dict.fromkeys(m for samples in micro_batches if (m := tuple(samples)) not in known)]
+        known |= zip(new, self._price_dealt_at_stages(stages, new), strict=True)
+        priced = [known[tuple(samples)] for samples in micro_batches]
+        return [None if by_stage is None else by_stage[at] for by_stage in priced]
+
+    def _price_dealt_at_stages(
+        self, stages: Sequence[Section], micro_batches: Sequence[tuple[int, ...]]
+    ) -> list[list[DealtCosts] | None]:
+        """Returns the costs at each stage of each micro-batch that is dealt, None for others."""
+        found: list[list[DealtCosts] | None] = [None] * len(micro_batches)
+        best = [0] * len(micro_batches)
+        for k in range(len(stages[0].subgroups)):
             priced = [self._price_in_subgroups(s, s.subgroups[k], micro_batches) for s in stages]
             for i, by_stage in enumerate(zip(*priced, strict=True)):
                 possible = [dealt for dealt in by_stage if dealt is not None]
                 ns = sum(dealt.total_ns for dealt in possible)
                 if len(possible) == len(stages) and (found[i] is None or ns < best[i]):
-                    found[i], best[i] = possible[at], ns
+                    found[i], best[i] = possible, ns
         may_divide = [
             i
             for i, samples in enumerate(micro_batches)
-            if found[i] is not None and len(samples) <= section.micro_batch
+            if found[i] is not None and len(samples) <= stages[0].micro_batch
         ]
         columns, count = self.micro_batch_columns([micro_batches[i] for i in may_divide]), len(may_divide)
         divided = [map(int.__add__, *self.times_of_columns(s, columns, count)) for s in stages]
@@ -272,7 +289,7 @@ class PredictedCosts:
         if key not in self._subgroup_prices:
             subgroup = next(s for s in section.subgroups if s.ranks == ranks)
             times = self.sample_times(replace(section, cost=subgroup.cost))
-            saved = self._evaluate_for_samples(subgroup.cost.saved or "0")
+            saved = self.saved_bytes_of_samples(subgroup.cost)
             self._subgroup_prices[key] = SubgroupPrices(*times, saved, section.subgroup_bytes)
         return self._subgroup_prices[key]
 
@@ -299,18 +316,22 @@ class PredictedCosts:
         """Returns the bytes that each micro-batch keeps from forward to backward; [] without a byte
         budget.
         """
-        if section.room_bytes and set(map(len, micro_batches)) <= {1}:
-            sample_bytes = self._evaluate_for_samples(section.cost.saved or "0")
-            return [sample_bytes[p] for (p,) in micro_batches]
         if not section.room_bytes:
             return []
-        saved = self.saved_bytes_of_columns(
-            section, self.micro_batch_columns(micro_batches), len(micro_batches)
-        )
-        for i, dealt in enumerate(self.price_dealt(section, micro_batches)):
-            if dealt is not None:
-                saved[i] = dealt.saved_bytes
+        of_sample = self.saved_bytes_of_samples(section.cost)
+        saved = [of_sample[samples[0]] if len(samples) == 1 else 0 for samples in micro_batches]
+        others = [i for i, samples in enumerate(micro_batches) if len(samples) != 1]
+        if not others:
+            return saved
+        joined = [micro_batches[i] for i in others]
+        together = self.saved_bytes_of_columns(section, self.micro_batch_columns(joined), len(joined))
+        for i, size, dealt in zip(others, together, self.price_dealt(section, joined), strict=True):
+            saved[i] = size if dealt is None else dealt.saved_bytes
         return saved
+
+    def saved_bytes_of_samples(self, cost: Cost) -> list[int]:
+        """Returns the bytes that each sample keeps as a micro-batch of its own in a section of this cost."""
+        return self._evaluate_for_samples(cost.saved or "0")
 
     def saved_bytes_of_columns(self, section: Section, columns: SizeColumns, count: int) -> list[int]:
         """Returns the bytes that each of `count` micro-batches keeps, from columns of symbol values."""

@@ -279,24 +279,27 @@ def _run_times(
     if section.may_deal:
         return _dealt_run_times(costs, stages, section, group)
     single = {name: [column[p] for p in group] for name, column in costs.sample_columns.items()}
-    columns, times_by_length = single, list[list[int]]()
-    for length in range(1, min(section.micro_batch, len(group)) + 1):
-        if length > 1:
-            columns = costs.join_columns(
-                columns, {name: column[length - 1 :] for name, column in single.items()}
-            )
+    columns, times_by_length = single, [_sample_times(costs, section, group)]
+    for length in range(2, min(section.micro_batch, len(group)) + 1):
+        columns = costs.join_columns(columns, {name: column[length - 1 :] for name, column in single.items()})
         count = len(group) - length + 1
         forward, backward = costs.times_of_columns(section, columns, count)
-        times = list(map(int.__add__, forward, backward))
-        if length > 1:
-            times = [
-                INFEASIBLE_NS if large else t
-                for t, large in zip(times, exceeds_limits(costs, stages, columns, count), strict=True)
-            ]
-            if min(times) == INFEASIBLE_NS:
-                break
+        times = [
+            INFEASIBLE_NS if large else f + b
+            for f, b, large in zip(
+                forward, backward, exceeds_limits(costs, stages, columns, count), strict=True
+            )
+        ]
+        if min(times) == INFEASIBLE_NS:
+            break
         times_by_length.append(times)
     return times_by_length
+
+
+def _sample_times(costs: PredictedCosts, section: Section, group: Sequence[int]) -> list[int]:
+    """Returns forward plus backward ns of each sample alone."""
+    forward, backward = costs.sample_times(section)
+    return [forward[p] + backward[p] for p in group]
 
 
 def _dealt_run_times(
@@ -311,12 +314,13 @@ def _dealt_run_times(
             times_by_length.append([INFEASIBLE_NS] * count)
             continue
         divided = [INFEASIBLE_NS] * count
-        if length <= section.micro_batch or length == 1:
+        if length == 1:
+            divided = _sample_times(costs, section, group)
+        elif length <= section.micro_batch:
             columns = dealt_runs.join_columns(range(length))
             divided = list(map(int.__add__, *costs.times_of_columns(section, columns, count)))
-            if length > 1:
-                large = exceeds_limits(costs, stages, columns, count)
-                divided = [INFEASIBLE_NS if no else ns for ns, no in zip(divided, large, strict=True)]
+            large = exceeds_limits(costs, stages, columns, count)
+            divided = [INFEASIBLE_NS if no else ns for ns, no in zip(divided, large, strict=True)]
         times = [
             ns if dealt >= INFEASIBLE_NS else dealt
             for ns, dealt in zip(divided, dealt_runs.run_times(length), strict=True)

@@ -128,17 +128,27 @@ class _SubgroupRuns:
         """Returns the ns of parts with samples at these distances by stage, by the place of the first one;
         forward takes INFEASIBLE_NS where a part does not fit."""
         if distances not in self.part_times:
-            columns = self.runs.join_columns(distances)
-            count = len(self.places) - distances[-1]
-            self.part_times[distances] = [
-                self._price_columns(stage, subgroup, columns, count, len(distances))
-                for stage, subgroup in zip(self.runs.stages, self.subgroups, strict=True)
-            ]
+            stages = list(zip(self.runs.stages, self.subgroups, strict=True))
+            if len(distances) == 1:
+                self.part_times[distances] = [self._price_samples(*stage) for stage in stages]
+            else:
+                columns = self.runs.join_columns(distances)
+                count = len(self.places) - distances[-1]
+                self.part_times[distances] = [self._price_columns(*stage, columns, count) for stage in stages]
         return self.part_times[distances]
 
+    def _price_samples(self, stage: Section, subgroup: SubgroupCost) -> TimeColumns:
+        """`_price_columns` of the group's samples alone."""
+        forward, backward = self.costs.sample_times(replace(stage, cost=subgroup.cost))
+        saved, group = self.costs.saved_bytes_of_samples(subgroup.cost), self.runs.group
+        return [forward[p] if saved[p] <= stage.subgroup_bytes else INFEASIBLE_NS for p in group], [
+            backward[p] for p in group
+        ]
+
     def _price_columns(
-        self, stage: Section, subgroup: SubgroupCost, columns: SizeColumns, count: int, samples: int
+        self, stage: Section, subgroup: SubgroupCost, columns: SizeColumns, count: int
     ) -> TimeColumns:
+        """Returns the ns of `count` parts of several samples."""
         own = replace(stage, cost=subgroup.cost)
         forward, backward = self.costs.times_of_columns(own, columns, count)
         saved = self.costs.saved_bytes_of_columns(own, columns, count)
@@ -146,7 +156,7 @@ class _SubgroupRuns:
             ns if size <= stage.subgroup_bytes else INFEASIBLE_NS
             for ns, size in zip(forward, saved, strict=True)
         ]
-        if stage.micro_batch_tokens and samples > 1:
+        if stage.micro_batch_tokens:
             tokens = self.costs.token_counts(stage, columns, count)
             forward = [
                 ns if n <= stage.micro_batch_tokens else INFEASIBLE_NS

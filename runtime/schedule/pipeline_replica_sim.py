@@ -96,10 +96,9 @@ class PipelineReplica:
         bytes_before = [0, *accumulate(map(self.saved_bytes[stage].__getitem__, order))]
         byte_limit = self.byte_limits[stage]
         fitting = [bisect_right(bytes_before, done + byte_limit) - 1 for done in bytes_before]
-        return [
-            min(max(started, finished + 1), finished + max_count, count)
-            for finished, started in enumerate(fitting)
-        ]
+        limits = [started if started > finished else finished + 1 for finished, started in enumerate(fitting)]
+        limits[-1] = count
+        return limits if max_count >= count else [*map(min, limits, range(max_count, max_count + count + 1))]
 
 
 class _StageTimes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from secc.alloc.problem.section_load import SectionLoad
 from secc.alloc.problem.types import ReplicaShape
 from secc.alloc.problem.workload import Workload
@@ -26,6 +28,7 @@ def in_flight_alternating(work: Workload, load: SectionLoad, micro_batches: int)
     )
 
 
+@cache  # asked for by every candidate of a shape
 def most_in_flight_on_rank(shape: ReplicaShape) -> int:
     """The number of whole micro-batches that the fullest rank holds if each of its stages holds its least
     number (`least_in_flight`)."""
