@@ -5,11 +5,11 @@ PyTorch.
     python -m tools.zoo llava whisper            some of them
     python -m tools.zoo --family audio --no-run  one family, compiled and checked only
     python -m tools.zoo --fuse                   with fused operators
-    python -m tools.zoo --layers --no-run        captured by layers wherever capture by components is coarser
+    python -m tools.zoo --layers --no-run        captured by layers, too, where that differs
 
 For each architecture: whether its glue is generic, re-recorded or hidden in a block, its sections, and
-`exact` or the first line of the error. Failures are then listed by cause. Every model is a model file as a
-user would write it. `--json FILE` writes the table.
+`exact` or the first line of the error, and the processor time of its compilation and its check. Failures are
+then listed by cause. Every model is a model file as a user would write it. `--json FILE` writes the table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,23 +72,27 @@ CAUSES = (  # (what the first line of the error says, the cause that the table n
 
 @dataclass
 class Row:
-    """One line of the table. `check` and `run` are "exact", "-" if not tried, or the first line of the
-    error."""
+    """One line of the table. `check`, `layers` and `run` are "exact", "-" if not tried, or the first line of
+    the error. `layers` is the check of a capture by layers. Seconds are of the processor, child processes
+    included."""
 
     name: str
     family: str
     glue: str = SKIPPED
     sections: dict[str, str] = field(default_factory=dict)  # names and modes
     check: str = SKIPPED
+    layers: str = SKIPPED
     run: str = SKIPPED
     notes: tuple[str, ...] = ()
     fused: tuple[str, ...] = ()
-    seconds: float = 0.0
+    compile_seconds: float = 0.0
+    check_seconds: float = 0.0
+    wall_seconds: float = 0.0
 
     @property
     def error(self) -> str:
         """The first error, "" if there is none."""
-        return next((e for e in (self.check, self.run) if e not in (EXACT, SKIPPED)), "")
+        return next((e for e in (self.check, self.layers, self.run) if e not in (EXACT, SKIPPED)), "")
 
     @property
     def cause(self) -> str:
@@ -103,17 +107,19 @@ class Row:
 def look(
     entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None = None, layers: bool = False
 ) -> Row:
-    """Compiles, checks and, unless told otherwise, runs one architecture. layers: captures it by layers."""
+    """Compiles, checks and, unless told otherwise, runs one architecture. layers: captures it by layers, too,
+    if that differs, and checks that plan."""
     row, start = Row(entry.name, entry.family), time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / f"{entry.name}.py").write_text(entry.source())
         model = write_recording_model(entry.name, folder, folder)
         try:
+            begin = _cpu_seconds()
             compiled = compile_model(
                 model, CompileOptions(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, fuse=fuse)
             )
-            compiled = recapture_by_layers(compiled) if layers else compiled
+            row.compile_seconds = round(_cpu_seconds() - begin, 1)
             row.glue, row.sections = glue(compiled), {s.name: s.mode for s in compiled.plan.sections}
             row.fused = (
                 tuple(
@@ -125,20 +131,43 @@ def look(
                 else ()
             )
             row.notes = tuple(compiled.plan.checks.get("notes", ()))
+            begin = _cpu_seconds()
             compiled = check_exactness(compiled, required=True)
-            row.check = EXACT
-            if run:
-                row.run = run_on_ranks(compiled, model, folder)
-        except UserError as error:
-            row.check = (
-                f"{error.where}: {error.message}".splitlines()[0]
-                if error.where
-                else error.message.splitlines()[0]
-            )
+            row.check, row.check_seconds = EXACT, round(_cpu_seconds() - begin, 1)
         except Exception as error:
-            row.check = f"{type(error).__name__}: {error}".splitlines()[0]
-    row.seconds = round(time.perf_counter() - start, 1)
+            row.check = _first_line(error)
+        if row.check == EXACT and layers:
+            row.layers = _check_layers(compiled)
+        if row.check == EXACT and run:
+            try:
+                row.run = run_on_ranks(compiled, model, folder)
+            except Exception as error:
+                row.run = _first_line(error)
+    row.wall_seconds = round(time.perf_counter() - start, 1)
     return row
+
+
+def _check_layers(compiled: CompiledPlan) -> str:
+    """The check of a plan from a capture by layers; "-" if that is no other capture."""
+    try:
+        opened = recapture_by_layers(compiled)
+        if opened is compiled:
+            return SKIPPED
+        check_exactness(opened, required=True)
+    except Exception as error:
+        return _first_line(error)
+    return EXACT
+
+
+def _first_line(error: Exception) -> str:
+    if not isinstance(error, UserError):
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return (f"{error.where}: " if error.where else "") + error.message.splitlines()[0]
+
+
+def _cpu_seconds() -> float:
+    """Processor time of this process and the child processes that have ended."""
+    return sum(os.times()[:4])
 
 
 def recapture_by_layers(compiled: CompiledPlan) -> CompiledPlan:
@@ -205,22 +234,39 @@ def _reference(compiled: CompiledPlan, model: Path, folder: Path) -> TrainingRes
     return train_distributed(folder / "plan_of_one", 1, STEPS, folder / "run_of_one")
 
 
-def print_table(rows: Sequence[Row], json_file: Path | None) -> None:
-    """Prints the rows as a Markdown table and writes them to `json_file`, if any."""
+def print_table(rows: Iterable[Row], json_file: Path | None) -> None:
+    """Prints the rows as they come as a Markdown table, and writes them to `json_file`, if any."""
     table = BenchmarkTable(
-        ("architecture", "family", "glue", "sections", "check", "run"),
+        (
+            *("architecture", "family", "glue", "sections", "check", "by layers", "run"),
+            *("compile CPU s", "check CPU s"),
+        ),
         "Small random models of public architectures: compiled for three ranks, checked for every input "
-        f"pattern, trained {STEPS} steps. torch {torch.__version__}, float32 on CPU.",
+        f"pattern, trained {STEPS} steps. torch {torch.__version__}, float32 on CPU. By layers: the check of "
+        "a capture in which each stack of layers is opened. Processor time includes child processes.",
         json_file,
     )
     for r in rows:
-        table.add_row(r.name, r.family, r.glue, _sections(r), _cell(r.check), _cell(r.run))
+        table.add_row(
+            r.name,
+            r.family,
+            r.glue,
+            _sections(r),
+            *map(_cell, (r.check, r.layers, r.run)),
+            f"{r.compile_seconds:.1f}",
+            f"{r.check_seconds:.1f}",
+        )
 
 
 def summarize(rows: Sequence[Row]) -> str:
     """How many rows are without an error, the failures by cause, and which fusion rules matched."""
     exact = sum(not r.error for r in rows)
-    lines = ["", f"{exact} of {len(rows)} without an error."]
+    seconds = [sum(r.compile_seconds for r in rows), sum(r.check_seconds for r in rows)]
+    lines = [
+        "",
+        f"{exact} of {len(rows)} without an error. Processor time: {seconds[0]:.0f} s to compile, "
+        f"{seconds[1]:.0f} s to check.",
+    ]
     causes: dict[str, list[str]] = defaultdict(list)
     for r in rows:
         if r.error:
@@ -261,7 +307,7 @@ def main() -> int:
     parser.add_argument(
         "--fuse", action="store_true", default=None, help="with fused operators, and which rules matched"
     )
-    parser.add_argument("--layers", action="store_true", help="capture by layers")
+    parser.add_argument("--layers", action="store_true", help="capture by layers, too")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     add_json_option(parser)
     options = parser.parse_args()
@@ -273,14 +319,17 @@ def main() -> int:
         print("\n".join(f"{e.family:16} {e.name}" for e in chosen))
         return 0
     rows = list[Row]()
-    for entry in chosen:
-        rows.append(look(entry, options.ranks, not options.no_run, options.fuse, options.layers))
-        print(
-            f"{rows[-1].seconds:6.1f} s  {entry.name:24} {rows[-1].error or EXACT}",
-            file=sys.stderr,
-            flush=True,
-        )
-    print_table(rows, options.json)
+
+    def look_at_each() -> Iterator[Row]:
+        for entry in chosen:
+            row = look(entry, options.ranks, not options.no_run, options.fuse, options.layers)
+            rows.append(row)
+            print(
+                f"{row.wall_seconds:6.1f} s  {row.name:24} {row.error or EXACT}", file=sys.stderr, flush=True
+            )
+            yield row
+
+    print_table(look_at_each(), options.json)
     print(summarize(rows))
     return 1 if any(r.error for r in rows) else 0
 
