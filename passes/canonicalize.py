@@ -121,6 +121,25 @@ def _negate_comparison(op: GlueOp) -> SSAValue | None:
     )
 
 
+def _norm_of_difference(op: GlueOp) -> SSAValue | None:
+    """`torch.dist` of two tensors of one shape and dtype as the norm of their difference."""
+    types = [tensor_type(o) for o in op.operands]
+    if op.arguments.args[:2] != [OperandRef(0), OperandRef(1)] or len({(t.dims, t.dtype) for t in types}) > 1:
+        return None
+    place = {k: v for k, v in op.properties.items() if k not in ("target", "args")}
+    type, order = max(types, key=lambda t: t.requires_grad), op.arguments.get(2, "p", 2)
+    difference = GlueOp.create_call("aten.sub.Tensor", list(op.operands), "$0, $1", [type])
+    difference.properties |= place
+    norm = GlueOp.create_call(
+        "aten.linalg_vector_norm.default",
+        [_insert_before(op, difference)],
+        f"$0, {order}",
+        [tensor_type(op.results[0])],
+    )
+    norm.properties |= place
+    return _insert_before(op, norm)
+
+
 def _square_of_norm(op: GlueOp) -> SSAValue | None:
     """The square of a Euclidean norm as a sum of squares, which adds up over samples."""
     inner = _producer_of_first(op)
@@ -214,6 +233,7 @@ REWRITE_RULES = (
     ),
     RewriteRule(_VIEW_OPS, _is_any_op, _merge_views),
     RewriteRule(("bitwise_not", "logical_not"), _is_any_op, _negate_comparison),
+    RewriteRule(("dist",), _is_any_op, _norm_of_difference),
     RewriteRule(("pow", "mul"), _is_any_op, _square_of_norm),
 )
 

@@ -109,6 +109,8 @@ GROUPS = {
         "torch.norm(y - t, p=1) / y.numel()",
         "torch.linalg.vector_norm(y - t, 1) / len(y)",
         "torch.norm(y - t) ** 2 / y.numel()",
+        "torch.dist(y, t) ** 2 / y.numel()",
+        "torch.dist(y, t, p=1) / y.numel()",
         "torch.linalg.norm(y, dim=0, keepdim=True).square().mean() / len(y)",
     ],
     "sums under other names": [
@@ -186,6 +188,7 @@ GROUPS = {
 # A loss, and what the message says of it.
 REFUSED = {
     "torch.linalg.vector_norm(y - t)": "aten.linalg_vector_norm.default is taken over samples",
+    "torch.dist(y, t)": "aten.linalg_vector_norm.default is taken over samples",
     "F.mse_loss(y, t).sqrt()": "aten.sqrt.default is applied to a sum over samples",
     "(1 - (-F.cross_entropy(rows, targets)).exp()) * 2": "aten.exp.default is applied to a sum over samples",
     "y.sum() / t.abs().sum()": "divides by a sum over samples that depends on a block's result",
