@@ -142,7 +142,7 @@ def add_function_block(model: nn.Module, function: str, model_file: str) -> str:
     if statements is not None:
         owner = model.get_submodule(statements.path)
         forward = find_function(statements.function, model_file)
-        outlined = outline_statements(forward, type(owner), statements.first, statements.last)
+        outlined = outline_statements(forward, owner, statements.first, statements.last)
         first, last = outlined.lines
         path = f"line_{first}" if first == last else f"lines_{first}_to_{last}"
         if path not in dict(model.named_children()):

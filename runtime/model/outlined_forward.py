@@ -37,6 +37,7 @@ _CHANGING_METHODS = _GROWING_METHODS | {
     "reverse",
 }  # of lists, dicts and sets
 _IN_PLACE_METHOD = re.compile(r"(?!requires_grad_)\w*[^_]_")  # of tensors
+_CLASS_CELL = "__class__"  # the variable of `super()`
 _HANDLER = "<calls a block>"  # a constant of the outlined code, in place of the function that calls the block
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -68,17 +69,21 @@ class StatementRange:
 
 
 class ForwardSource:
-    """The source of a forward that is written in Python: its statements, without the docstring.
+    """The source of the forward of a module that is written in Python: its statements, without the docstring.
+    Attributes that belong to one call of forward are variables in it, see `_find_own_attributes`.
 
-    Raises NotOutlinable if it has no source, or uses what its copy would not have (`super()`, variables of an
-    outer function, names that Python mangles).
+    Raises NotOutlinable if it has no source, or uses what its copy would not have (variables of an outer
+    function, names that Python mangles).
     """
 
-    def __init__(self, function: FunctionType) -> None:
+    def __init__(self, function: FunctionType, owner: nn.Module) -> None:
         code = function.__code__
-        if code.co_freevars:
+        if set(code.co_freevars) - {_CLASS_CELL}:
             raise NotOutlinable("it uses variables from outside of its function")
-        self.definition = _find_definition(code)
+        self.definition = copy.deepcopy(_find_definition(code))
+        self.own_attributes = _find_own_attributes(self.definition, function, owner)
+        if self.own_attributes:
+            self.definition = _AttributesAsVariables(self.definition, self.own_attributes).run()
         if any(_is_mangled(name) for name in (*code.co_names, *code.co_varnames)):
             raise NotOutlinable("it uses names that begin with two underscores")
         body = self.definition.body
@@ -162,9 +167,9 @@ class OutlinedForward:
     children: frozenset[str]
 
 
-def outline_statements(function: FunctionType, owner: type, first: int, last: int) -> OutlinedForward:
-    """Split the forward of a module of class `owner`. Raises NotOutlinable."""
-    source = ForwardSource(function)
+def outline_statements(function: FunctionType, owner: nn.Module, first: int, last: int) -> OutlinedForward:
+    """Split the forward of `owner`. Raises NotOutlinable."""
+    source = ForwardSource(function, owner)
     if not 0 <= first <= last < len(source.statements) or source.widen_range(first, last) != (first, last):
         raise NotOutlinable("its statements need others")
     moved, chosen = _move_independent(source.statements[first : last + 1])
@@ -175,18 +180,28 @@ def outline_statements(function: FunctionType, owner: type, first: int, last: in
     returns = any(isinstance(n, ast.Return) for s in chosen for n in _walk_function(s))
     if returns and after:
         raise NotOutlinable("it returns before forward ends")
-    children = _used_attributes(chosen, source.self_name, owner)
+    children = _AttributeSearch(owner).find_used(chosen, source.self_name, function)
     local = source.argument_names.union(*(_stored(s) for s in source.statements)) - {source.self_name}
     set_here = {n for s in chosen for n in _stored(s)} & local
     given = ({n for s in chosen for n in _names(s, ast.Load)} | set_here) & local
     given &= source.argument_names | {n for s in before for n in _stored(s)}
     changed = {n for s in chosen for n in _changed_in_place(s)} & local
     found = (set_here | changed) & {n for s in after for n in _names(s, ast.Load)}
+    own = {_variable_of(a): a for a in source.own_attributes if _variable_of(a) in set_here - changed}
     lines = chosen[0].lineno, max(s.end_lineno or s.lineno for s in chosen)
-    inner, outer = _write_functions(source, sorted(given), sorted(found), returns, lines[0])
+    inner, outer = _write_functions(source, sorted(given), sorted(found | {*own}), returns, lines[0])
+    outer.body += (
+        []
+        if returns
+        else _parse_statements(
+            [f" if {v!r} in _found: {source.self_name}.{a} = {v}" for v, a in own.items()], lines[0]
+        )
+    )  # for code outside of forward
     inner.body[-1:] = chosen if returns else [*chosen, inner.body[-1]]
     outer.body, outer.args = [*before, *outer.body, *after], source.definition.args
-    compiled = FunctionType(_compile(inner, function), function.__globals__, function.__name__)
+    compiled = FunctionType(
+        _compile(inner, function), function.__globals__, function.__name__, None, function.__closure__
+    )
     compiled.__qualname__ = f"{function.__qualname__}.statements"
     return OutlinedForward(compiled, _compile(outer, function), returns, lines, children)
 
@@ -400,32 +415,167 @@ def _marks_trainable(statement: ast.AST) -> bool:
     return any(isinstance(n, ast.Attribute) and n.attr == "requires_grad_" for n in ast.walk(statement))
 
 
-def _used_attributes(statements: Collection[ast.stmt], self_name: str, owner: type) -> frozenset[str]:
-    """Return the attributes of `self` that statements use, methods that they call included. Raises
-    NotOutlinable if `self` is set or passed on, since its other attributes may then be used."""
-    used, queue, seen = set[str](), [(s, self_name) for s in statements], set[str]()
-    while queue:
-        tree, name = queue.pop()
-        attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+class _AttributeSearch:
+    """Finds the attributes of a module that statements use: by themselves, in methods that they call, by
+    `super()` too, and in functions that they pass the module to."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner, self._used, self._seen = owner, set[str](), set[tuple[CodeType, str]]()
+        self._queue: list[tuple[ast.AST, str, FunctionType]] = []  # code, name of the module in it, function
+
+    def find_used(
+        self, statements: Collection[ast.stmt], name: str, function: FunctionType
+    ) -> frozenset[str]:
+        """Return the attributes. Raises NotOutlinable if the module is changed, or passed on to code that
+        cannot be followed."""
+        self._queue += [(s, name, function) for s in statements]
+        while self._queue:
+            self._visit(*self._queue.pop())
+        return frozenset(self._used)
+
+    def _visit(self, tree: ast.AST, name: str, function: FunctionType) -> None:
+        nodes = list(ast.walk(tree))
+        attributes = [n for n in nodes if isinstance(n, ast.Attribute)]
         of_self = [n for n in attributes if isinstance(n.value, ast.Name) and n.value.id == name]
-        if sum(isinstance(n, ast.Name) and n.id == name for n in ast.walk(tree)) > len(of_self):
-            raise NotOutlinable("it passes self on")
-        if any(isinstance(n.ctx, ast.Store) for n in of_self) or name in _changed_attributes(tree):
-            raise NotOutlinable("it sets attributes of self")
+        if changed := [a.attr for a in of_self if isinstance(a.ctx, ast.Store | ast.Del)]:
+            raise NotOutlinable(f"it sets {name}.{changed[0]}, which other calls or methods use")
+        if name in _changed_attributes(tree):
+            raise NotOutlinable(f"it changes an attribute of {name} in place")
+        passed = 0
+        for call in (n for n in nodes if isinstance(n, ast.Call)):
+            passed += self._follow_call(call, name, function)
+        if name and sum(isinstance(n, ast.Name) and n.id == name for n in nodes) > len(of_self) + passed:
+            raise NotOutlinable(f"it passes {name} on, or keeps it")
         for attribute in of_self:
-            used.add(attribute.attr)
-            found = inspect.getattr_static(owner, attribute.attr, None)
-            is_static = isinstance(found, staticmethod)
-            method = unwrap_function(getattr(owner, attribute.attr, None))
-            if method is not None and attribute.attr not in seen:
-                seen.add(attribute.attr)
-                if method.__code__.co_freevars:
-                    raise NotOutlinable("a method that it calls uses super()")
-                definition = _find_definition(method.__code__)
-                arguments = [*definition.args.posonlyargs, *definition.args.args]
-                own_name = arguments[0].arg if arguments and not is_static else ""
-                queue += [(s, own_name) for s in definition.body]
-    return frozenset(used)
+            self._used.add(attribute.attr)
+            found = inspect.getattr_static(self._owner, attribute.attr, None)
+            if found is not None and found is vars(nn.Module).get(attribute.attr):
+                raise NotOutlinable(f"it uses {name}.{attribute.attr}, which may take all of the module")
+            self._follow_method(found)
+        for attribute in attributes:
+            if _is_super(attribute.value):
+                for kind in _own_classes(type(self._owner)):
+                    self._follow_method(vars(kind).get(attribute.attr))
+
+    def _follow_method(self, found: Any) -> None:
+        """Follow a method or a property of the module's class; other attributes have no code."""
+        is_static = isinstance(found, staticmethod)
+        method = unwrap_function(
+            found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+        )
+        if method is not None:
+            self._follow(method, 0 if not is_static else None)
+
+    def _follow_call(self, call: ast.Call, name: str, function: FunctionType) -> int:
+        """Follow a function that is called with the module; return how often it is passed."""
+        places = [i for i, a in enumerate(call.args) if isinstance(a, ast.Name) and a.id == name]
+        keywords = [k.arg for k in call.keywords if isinstance(k.value, ast.Name) and k.value.id == name]
+        if not name or not (places or keywords) or _is_super(call):
+            return len(places)
+        is_builtin = isinstance(call.func, ast.Name) and call.func.id not in function.__globals__
+        if is_builtin and isinstance(call.func, ast.Name):
+            if call.func.id in ("isinstance", "type", "id", "callable"):
+                return len(places)
+            if call.func.id in ("getattr", "hasattr") and isinstance(call.args[1], ast.Constant):
+                self._used.add(str(call.args[1].value))
+                return len(places)
+        called = self._resolve(call.func, name, function)
+        if isinstance(called, nn.Module):
+            called = called.forward
+        bound = int(inspect.ismethod(called))
+        target = unwrap_function(getattr(called, "__func__", called))
+        if target is None or any(isinstance(a, ast.Starred) for a in call.args):
+            raise NotOutlinable(
+                f"it passes {name} to {ast.unparse(call.func)}, which is not a function that can be read"
+            )
+        for place in places:
+            self._follow(target, place + bound)
+        for keyword in keywords:
+            self._follow(target, str(keyword))
+        return len(places) + len(keywords)
+
+    def _resolve(self, node: ast.expr, name: str, function: FunctionType) -> Any:
+        """Return what an expression of names and attributes stands for; None if only a call knows."""
+        if isinstance(node, ast.Attribute):
+            return getattr(self._resolve(node.value, name, function), node.attr, None)
+        if not isinstance(node, ast.Name) or node.id in function.__code__.co_varnames[1:]:
+            return None
+        return self._owner if node.id == name else function.__globals__.get(node.id)
+
+    def _follow(self, function: FunctionType, argument: int | str | None) -> None:
+        """Follow a function that gets the module as an argument, by position or name; None: not at all."""
+        if set(function.__code__.co_freevars) - {_CLASS_CELL}:
+            raise NotOutlinable(f"{function.__name__}, which it calls, uses variables of an outer function")
+        definition = _find_definition(function.__code__)
+        arguments = [a.arg for a in (*definition.args.posonlyargs, *definition.args.args)]
+        if isinstance(argument, int):
+            if argument >= len(arguments):
+                raise NotOutlinable(f"{function.__name__}, which it calls, takes self among *arguments")
+            argument = arguments[argument]
+        key = (function.__code__, argument or "")
+        if key not in self._seen:
+            self._seen.add(key)
+            self._queue += [(s, argument or "", function) for s in definition.body]
+
+
+def _own_classes(kind: type) -> list[type]:
+    """Return a class of modules and its bases, without torch's and Python's."""
+    return [c for c in kind.__mro__ if c not in (nn.Module, object)]
+
+
+def _is_super(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+
+
+def _find_own_attributes(definition: ast.FunctionDef, function: FunctionType, owner: nn.Module) -> list[str]:
+    """Return the attributes of `self` that belong to one call of forward: it sets them before it reads them,
+    and no other method knows them. They are as good as variables."""
+    arguments = [*definition.args.posonlyargs, *definition.args.args]
+    name = arguments[0].arg if arguments else ""
+    nodes = [n for s in definition.body for n in ast.walk(s)]
+    attributes = [n for n in nodes if isinstance(n, ast.Attribute) and _base_name(n) == name]
+    of_self = [n for n in attributes if isinstance(n.value, ast.Name)]
+    if sum(isinstance(n, ast.Name) and n.id == name for n in nodes) > len(of_self):
+        return []  # other code may read them
+    stored = list(dict.fromkeys(n.attr for n in of_self if isinstance(n.ctx, ast.Store)))
+    first_use = {a: min((n.lineno, n.col_offset) for n in of_self if n.attr == a) for a in stored}
+    set_first = set[str]()
+    for statement in (s for s in definition.body if isinstance(s, ast.Assign)):
+        read = {n.attr for n in ast.walk(statement.value) if isinstance(n, ast.Attribute)}
+        for target in (t for t in statement.targets if isinstance(t, ast.Attribute) and t in of_self):
+            if target.attr not in read and first_use.get(target.attr) == (target.lineno, target.col_offset):
+                set_first.add(target.attr)
+    others = [
+        f
+        for kind in _own_classes(type(owner))
+        for name, value in vars(kind).items()
+        if name != "__init__" and (f := unwrap_function(getattr(value, "__func__", value))) is not None
+    ]
+    known = {n for f in others if f is not function for n in f.__code__.co_names}
+    state = {n for kind in ("_modules", "_parameters", "_buffers") for n in vars(owner)[kind]}
+    return [a for a in stored if a in set_first - known - state and not hasattr(type(owner), a)]
+
+
+def _variable_of(attribute: str) -> str:
+    return f"_attribute_{attribute}"
+
+
+class _AttributesAsVariables(ast.NodeTransformer):
+    """Replaces attributes of `self` in a forward by variables."""
+
+    def __init__(self, definition: ast.FunctionDef, attributes: Collection[str]) -> None:
+        self._definition, self._attributes = definition, attributes
+        self._name = [*definition.args.posonlyargs, *definition.args.args][0].arg
+
+    def run(self) -> ast.FunctionDef:
+        """Return the changed definition."""
+        return cast(ast.FunctionDef, self.visit(self._definition))
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """Replace an attribute."""
+        if isinstance(node.value, ast.Name) and node.value.id == self._name and node.attr in self._attributes:
+            return ast.copy_location(ast.Name(_variable_of(node.attr), node.ctx), node)
+        return self.generic_visit(node)
 
 
 def _changed_attributes(tree: ast.AST) -> set[str]:
@@ -454,9 +604,20 @@ def _parse(lines: Collection[str], line: int) -> ast.FunctionDef:
     return cast(ast.FunctionDef, definition)
 
 
+def _parse_statements(lines: Collection[str], line: int) -> list[ast.stmt]:
+    """Parse statements, indented by one space, all of them at one line of the user's file."""
+    return _parse(["def statements():", *lines], line).body if lines else []
+
+
 def _compile(definition: ast.FunctionDef, like: FunctionType) -> CodeType:
-    """Return the code of a function that stands in the file of another."""
-    module = ast.Module([definition], type_ignores=[])
-    code = compile(module, like.__code__.co_filename, "exec", dont_inherit=True)
-    found = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == definition.name)
-    return found.replace(co_qualname=like.__code__.co_qualname)
+    """Return the code of a function that stands in the file of another, with the same outer variables."""
+    body, outer = [cast(ast.stmt, definition)], like.__code__.co_freevars
+    if outer:  # it names them, so that it has all of them, even if it does not use them
+        definition.body[:0] = _parse_statements([f" if False: {', '.join(outer)}"], definition.lineno)
+        around = _parse([f"def outer({', '.join(outer)}):", " pass"], definition.lineno)
+        around.body = body
+        body = [cast(ast.stmt, around)]
+    code = compile(ast.Module(body, type_ignores=[]), like.__code__.co_filename, "exec", dont_inherit=True)
+    for name in (*(["outer"] if outer else ()), definition.name):
+        code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
+    return code.replace(co_qualname=like.__code__.co_qualname)

@@ -32,6 +32,7 @@ def name_lines(model: Path, first: str, last: str) -> str:
     "name, first, last, whole_batch",
     [
         ("learned_forces", "positions = positions.req", "pull =", False),
+        ("handed_on", "state, scores", "logits =", False),
         pytest.param("matched_targets", "queries =", "return F.cross", True, marks=pytest.mark.slow),
     ],
 )
@@ -50,6 +51,14 @@ def test_the_rest_of_forward_keeps_its_sections() -> None:
     plan = check_exactness(compile_model(model, options), required=True).plan
     loop = name_lines(model, "scores, glances =", "loss =")
     assert [s.blocks for s in plan.sections] == [("encoder",), ("start", loop)]
+
+
+def test_the_message_says_why_statements_cannot_be_a_block(tmp_path: Path) -> None:
+    text = (MODELS / "handed_on.py").read_text()
+    text = text.replace("scores.append(", "net = [self][0]\n            scores.append(")
+    (tmp_path / "kept.py").write_text(text.replace("score(self, state)", "score(net, state)"))
+    with pytest.raises(UserError, match="statements cannot be a block: it passes self on, or keeps it"):
+        compile_model(tmp_path / "kept.py", CompileOptions(global_batch=12))
 
 
 def test_a_branch_of_the_whole_batch_names_the_option() -> None:
@@ -85,7 +94,7 @@ def test_a_loop_that_adds_up_the_loss_names_the_option(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", ["attended_caption", "learned_forces", "matched_targets"])
+@pytest.mark.parametrize("name", ["attended_caption", "learned_forces", "matched_targets", "handed_on"])
 @pytest.mark.parametrize("pins", [(), ("sharding=zero3", "dp=2")], ids=["chosen", "zero3"])
 def test_statements_train_as_in_plain_pytorch(name: str, pins: tuple[str, ...], tmp_path: Path) -> None:
     model = write_recording_model(name, tmp_path, MODELS)

@@ -138,7 +138,11 @@ class StatementChoice:
         the error for which statements were tried if none of them can be a block, and one that no block
         would mend."""
         if self.first_error is None:
-            if not isinstance(error, BlockError | GlueError) or not (ranges := self._find_ranges(error)):
+            if not isinstance(error, BlockError | GlueError):
+                return False
+            why_not = list[str]()
+            if not (ranges := self._find_ranges(error, why_not)):
+                error.message += f"; its statements cannot be a block: {why_not[0]}" if why_not else ""
                 return False
             self.first_error, self.choices = error, ranges
         else:
@@ -156,9 +160,10 @@ class StatementChoice:
         self.notes.append(CaptureNote(path, reason, first.where, first.remedy))
         return True
 
-    def _find_ranges(self, error: BlockError | GlueError) -> list[StatementRange]:
+    def _find_ranges(self, error: BlockError | GlueError, why_not: list[str]) -> list[StatementRange]:
         """Returns ranges of statements around the place of an error, in the module outside of blocks that it
-        belongs to and in those around it; the smallest of the innermost module come first."""
+        belongs to and in those around it; the smallest of the innermost module come first. Adds to `why_not`
+        why others cannot be taken out."""
         path = error.module if isinstance(error, GlueError) else error.path
         # One number is the whole batch's: a branch on it would go another way in a micro-batch.
         decides = isinstance(error, BlockError) and error.reads_scalar
@@ -166,8 +171,8 @@ class StatementChoice:
         line = int(number) if number.isdigit() else 0
         inside, returning, called = list[StatementRange](), list[StatementRange](), ""
         while True:
-            with suppress(NotOutlinable, AttributeError):
-                ranges = list(_ranges_around(self._model, path, file, line, called))
+            with suppress(AttributeError):
+                ranges = list(_ranges_around(self._model, path, file, line, called, why_not))
                 inside += [r for r, returns in ranges if not (returns or decides)]
                 returning += [r for r, returns in ranges if returns and not path]
             if not path:
@@ -201,10 +206,8 @@ def describe_time_ended(
 ) -> UserError:
     """Returns the error for which parts of the code were tried until the time ended, with what was left
     out."""
-    error, left = (
-        statements.first_error or functions.first_error,
-        len(functions.choices) + len(statements.choices),
-    )
+    error = statements.first_error or functions.first_error
+    left = len(functions.choices) + len(statements.choices)
     assert error is not None, "nothing was tried"
     more = f", and {left} more were not" if left else ""
     error.message += f"; parts of forward were tried as one block for {ended}{more}"
@@ -212,7 +215,7 @@ def describe_time_ended(
 
 
 def _ranges_around(
-    model: nn.Module, path: str, file: str, line: int, called: str
+    model: nn.Module, path: str, file: str, line: int, called: str, why_not: list[str]
 ) -> Iterator[tuple[StatementRange, bool]]:
     """Yields ranges of statements of a module's forward, and whether they return its result: around a line,
     or the statement that calls the function with this line, or else the submodule `called`. Those without
@@ -222,7 +225,11 @@ def _ranges_around(
     if name is None:
         return
     forward = find_function(name, model_file_module(model))
-    source = ForwardSource(forward)
+    try:
+        source = ForwardSource(forward, module)
+    except NotOutlinable as error:
+        why_not.append(str(error))
+        return
     number = None
     if forward.__code__.co_filename.rpartition("/")[2] == file:
         number = source.statement_at(line)
@@ -237,9 +244,14 @@ def _ranges_around(
     spans = set[tuple[int, int]]()
     for first in range(number + 1):
         for last in range(number, len(source.statements)):
-            with suppress(NotOutlinable):
+            try:
                 spans.add(source.widen_range(first, last))
+            except NotOutlinable as error:
+                why_not.append(str(error))
     for first, last in sorted(spans, key=lambda s: (source.lists_read_after(*s), s[1] - s[0], -s[0])):
-        with suppress(NotOutlinable):
-            returns = outline_statements(forward, type(module), first, last).returns
+        try:
+            returns = outline_statements(forward, module, first, last).returns
+        except NotOutlinable as error:
+            why_not.append(str(error))
+        else:
             yield StatementRange(name, first, last, path), returns

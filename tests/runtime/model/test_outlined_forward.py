@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from secc.runtime.model.function_blocks import StatementBlock, add_function_block
+from secc.runtime.model.function_blocks import StatementBlock, add_function_block, intercepted_functions
 from secc.runtime.model.outlined_forward import (
     ForwardSource,
     NotOutlinable,
@@ -62,7 +62,7 @@ def count_children(module: nn.Module) -> torch.Tensor:
 
 FORWARD = Caption.forward
 assert isinstance(FORWARD, FunctionType)
-RANGES = [(i, j) for i in range(len(ForwardSource(FORWARD).statements)) for j in range(i, 12)]
+RANGES = [(i, j) for i in range(len(ForwardSource(FORWARD, Caption()).statements)) for j in range(i, 12)]
 
 
 def run_split(first: int, last: int, weight: float) -> Any:
@@ -71,7 +71,7 @@ def run_split(first: int, last: int, weight: float) -> Any:
     model, crossed = Caption(), list[set[str]]()
     image, ids = torch.randn(3, 4), torch.randint(9, (3, 5))
     expected = model(image, ids, weight)
-    outlined = outline_statements(FORWARD, Caption, first, last)
+    outlined = outline_statements(FORWARD, Caption(), first, last)
 
     def run_statements(owner: Any, given: dict[str, Any]) -> Any:
         found = outlined.statements(owner, given)
@@ -90,7 +90,7 @@ def test_every_split_computes_the_same(weight: float) -> None:
     splits = 0
     for first, last in RANGES:
         try:
-            outline_statements(FORWARD, Caption, first, last)
+            outline_statements(FORWARD, Caption(), first, last)
         except (NotOutlinable, IndexError):
             continue
         expected, found, crossed = run_split(first, last, weight)
@@ -101,7 +101,7 @@ def test_every_split_computes_the_same(weight: float) -> None:
 
 
 def test_a_list_that_a_loop_fills_begins_inside_the_range() -> None:
-    source = ForwardSource(FORWARD)
+    source = ForwardSource(FORWARD, Caption())
     loop = source.statement_that_calls("cell")
     assert loop == 5 and source.widen_range(loop, loop) == (1, 5)
     assert source.lists_read_after(1, 5) == 1 and source.lists_read_after(1, 6) == 0
@@ -110,24 +110,137 @@ def test_a_list_that_a_loop_fills_begins_inside_the_range() -> None:
 
 
 def test_methods_count_for_the_attributes_that_a_range_uses() -> None:
-    assert outline_statements(FORWARD, Caption, 0, 0).children == {"start", "scale"}
-    assert outline_statements(FORWARD, Caption, 1, 6).children == {"embed", "cell", "out"}
+    assert outline_statements(FORWARD, Caption(), 0, 0).children == {"start", "scale"}
+    assert outline_statements(FORWARD, Caption(), 1, 6).children == {"embed", "cell", "out"}
 
 
 def test_arguments_of_a_call_are_statements_of_their_own() -> None:
-    statements = ForwardSource(FORWARD).statements
-    last = outline_statements(FORWARD, Caption, len(statements) - 1, len(statements) - 1)
+    statements = ForwardSource(FORWARD, Caption()).statements
+    last = outline_statements(FORWARD, Caption(), len(statements) - 1, len(statements) - 1)
     assert last.returns and last.children == frozenset()  # `self.out(state)` is computed before
 
 
 @pytest.mark.parametrize(
-    "number, why", [(0, "argument batch in place"), (1, "returns before"), (2, "sets"), (3, "passes")]
+    "number, why",
+    [(0, "argument batch in place"), (1, "returns before"), (2, "sets"), (3, "module.children")],
 )
 def test_what_cannot_be_split_says_why(number: int, why: str) -> None:
     forward = Unsplittable.forward
     assert isinstance(forward, FunctionType)
     with pytest.raises(NotOutlinable, match=why):
-        outline_statements(forward, Unsplittable, number, number)
+        outline_statements(forward, Unsplittable(), number, number)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def advance(self, state: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.cell(state))
+
+
+class Stepper:
+    def __init__(self, gain: float) -> None:
+        self.gain = gain
+
+    def step(self, state: torch.Tensor, *, net: Recurrent) -> torch.Tensor:
+        return self.gain * net.cell(state) + weigh(net, state)
+
+
+def weigh(net: Recurrent, state: torch.Tensor) -> torch.Tensor:
+    return state * net.scale if hasattr(net, "scale") else state
+
+
+class Outsourced(Recurrent):
+    """Hands itself to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stepper, self.unused = Stepper(0.5), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.unused.weight.sum() + x
+        for _ in range(2):
+            state = self.stepper.step(state, net=self)
+        return state.sum()
+
+
+class Doubled(Recurrent):
+    """Calls its base, whose methods it overrides."""
+
+    def advance(self, state: torch.Tensor) -> torch.Tensor:
+        return 2 * super().advance(state)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x * self.scale
+        for _ in range(2):
+            state = super().advance(state) + self.advance(state)
+        return state.sum()
+
+
+class Stateful(Recurrent):
+    """Keeps the state of one call as an attribute, which code outside may read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = x * self.scale
+        for _ in range(2):
+            self.state = self.cell(self.state)
+        return self.state.sum()
+
+
+class Counting(Recurrent):
+    """Keeps a number from call to call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = getattr(self, "count", 0) + 1
+        return x.sum() / self.count
+
+
+class Storing(Recurrent):
+    """Keeps itself where no split can follow."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        owners = [self]
+        return owners[0].cell(x).sum()
+
+
+@pytest.mark.parametrize(
+    "kind, children",
+    [
+        (Outsourced, {"stepper", "cell", "scale"}),
+        (Doubled, {"advance", "cell"}),
+        (Stateful, {"cell"}),
+    ],
+)
+def test_self_is_followed_where_it_is_passed_on_set_or_is_super(
+    kind: type[Recurrent], children: set[str]
+) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(3, 4)
+    expected = model(x)
+    state = vars(model).pop("state", None)
+    path = add_function_block(model, f":{kind.__name__}.forward#1-1@", __name__)
+    calls = list[StatementBlock]()
+
+    def handle(block: Any, args: Any, kwargs: Any) -> Any:
+        calls.append(block)
+        return block(*args, **kwargs)
+
+    with intercepted_functions(model, handle):
+        found = model(x)
+    assert torch.equal(found, expected) and calls == [model.get_submodule(path)]
+    assert outline_statements(kind.forward, model, 1, 1).children == children  # pyright: ignore
+    assert state is None or torch.equal(vars(model)["state"], state)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize(
+    "kind, why", [(Counting, "passes self on|sets self.count"), (Storing, "passes self on, or keeps it")]
+)
+def test_self_that_cannot_be_followed_says_why(kind: type[Recurrent], why: str) -> None:
+    with pytest.raises(NotOutlinable, match=why):
+        outline_statements(kind.forward, kind(), 0, 0)  # pyright: ignore[reportArgumentType]
 
 
 class Helped(nn.Module):
