@@ -140,6 +140,9 @@ class TaskGraph:
             self.held_bytes = [0] * tasks
 
 
+NO_LIMIT = 2**62  # ns
+
+
 class SimulatedTasks(NamedTuple):
     """A simulated step: all tasks in the order in which they start, and when they do (ns), in the same order.
 
@@ -154,7 +157,16 @@ class SimulatedTasks(NamedTuple):
 
 def simulate_tasks(graph: TaskGraph) -> SimulatedTasks:
     """Runs all tasks by list scheduling. Raises ValueError if tasks wait for each other in a circle."""
-    return _ListScheduler(graph).run()
+    simulated = _ListScheduler(graph).run(NO_LIMIT, [0] * graph.rank_count)
+    assert simulated is not None
+    return simulated
+
+
+def simulate_within(graph: TaskGraph, latest_end: int, rank_work_ns: Sequence[int]) -> SimulatedTasks | None:
+    """Runs all tasks by list scheduling, or returns None as soon as their end is sure to come after
+    `latest_end` (ns): a rank still has more work than fits before it. rank_work_ns: what all tasks of each
+    rank take."""
+    return _ListScheduler(graph).run(latest_end, [*rank_work_ns])
 
 
 class _ListScheduler:
@@ -188,7 +200,7 @@ class _ListScheduler:
         self.forced = set[int]()  # tasks that start whatever their size
         self.release_initial_tasks()
 
-    def run(self) -> SimulatedTasks:
+    def run(self, latest_end: int, work_left: list[int]) -> SimulatedTasks | None:
         # This loop runs once for each task of each simulation, so attributes are bound to locals first.
         graph, ready, is_free, simultaneous = self.graph, self.ready, self.is_free, self.graph.simultaneous
         rank_of, duration, rank_count = graph.rank_of, graph.duration_ns, graph.rank_count
@@ -208,9 +220,13 @@ class _ListScheduler:
                 queue = ready[rank]
                 while queue and is_free[rank] and not (reserved and self.must_yield(rank)):
                     task = by_priority[heappop(queue)]
+                    if time + work_left[rank] > latest_end:
+                        return None
                     if task in simultaneous:
                         if self.start_simultaneous(task, rank):
                             together = simultaneous[task]
+                            for t in together:
+                                work_left[rank_of[t]] -= duration[t]
                             end = time + max(duration[t] for t in together) << bits
                             order += together
                             starts += [time] * len(together)
@@ -241,6 +257,7 @@ class _ListScheduler:
                     if has_limits and followers[task] >= 0:
                         self.pass_priority_on(task)
                     is_free[rank] = False
+                    work_left[rank] -= duration[task]
                     order.append(task)
                     starts.append(time)
                     heappush(running, (time + duration[task] << bits) + task)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.plan.step_program import MicroBatchSets, replica_first_ranks, runs_in_lockstep
-from secc.runtime.schedule.list_scheduler import simulate_tasks
+from secc.runtime.schedule.list_scheduler import simulate_within
 from secc.runtime.schedule.load_balance import Ranks
 from secc.runtime.schedule.micro_batches import MicroBatchTable
 from secc.runtime.schedule.task_graph import StepTasks
@@ -266,12 +266,13 @@ class _OrderSearch:
         return block.ranks_by_replica[0].index(self.graph.rank_of[block.tasks[0]])
 
     def keep_if_shorter(self) -> bool:
-        order, _, time, last = simulate_tasks(self.graph)
-        self.count_try(time < self.best[1])
-        if time <= self.best[1]:
-            self.best, self.last_rank, self.is_simulated = (order, time), last, True
-            return True
-        return False
+        simulated = simulate_within(self.graph, self.best[1], self.rank_work_ns)
+        self.count_try(simulated is not None and simulated.makespan < self.best[1])
+        if simulated is None or simulated.makespan > self.best[1]:
+            return False
+        self.best, self.last_rank = (simulated.order, simulated.makespan), simulated.last_rank
+        self.is_simulated = True
+        return True
 
     def count_try(self, is_shorter: bool) -> None:
         self.simulated_count += 1

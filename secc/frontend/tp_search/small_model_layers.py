@@ -7,6 +7,8 @@ only sizes differ.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from torch import nn
 
 from secc.frontend.dataset.survey import DatasetSurvey
@@ -17,7 +19,8 @@ from secc.runtime.tensor_parallel.linear_modules import as_linear
 
 
 class SmallModelLayers:
-    """Layers of the user's `small_model()`, which is built and run when it is first needed."""
+    """Layers of the user's `small_model()`, which is built and run when it is first needed. A small model
+    that does not take the samples has none."""
 
     def __init__(self, user: UserModel, survey: DatasetSurvey) -> None:
         self._user, self._survey = user, survey
@@ -39,7 +42,8 @@ class SmallModelLayers:
             if path and _layer_kind(m)[1]
         }
         observer = CallCollector(dict(firsts.values()))
-        observer.run_model(model, self._user, self._survey)
+        with suppress(Exception):  # whatever the user's code raises on samples that are not made for it
+            observer.run_model(model, self._user, self._survey)
         return {
             kind: (m, observer.calls[path]) for kind, (path, m) in firsts.items() if path in observer.calls
         }

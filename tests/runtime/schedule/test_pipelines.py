@@ -15,7 +15,7 @@ from secc.bounds.bounds import schedule_bound
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import Cost, Input, Symbol, plan_to_json
 from secc.runtime.plan.section_graph import SectionGraph
-from secc.runtime.schedule.list_scheduler import TaskGraph, simulate_tasks
+from secc.runtime.schedule.list_scheduler import TaskGraph, simulate_tasks, simulate_within
 from secc.runtime.schedule.order_search import _OrderSearch
 from secc.runtime.schedule.scheduler import schedule_batch, schedule_with_makespan
 from secc.runtime.validation.full_check import check_schedule
@@ -67,7 +67,7 @@ def test_no_search_if_all_micro_batches_are_equal(monkeypatch):
     p = make_plan(lm, stage_edges(lm), 2)
     expected = schedule_with_makespan(p, [make_sample(i) for i in range(8)])
     # The search would call it for each try.
-    monkeypatch.setattr("secc.runtime.schedule.order_search.simulate_tasks", None)
+    monkeypatch.setattr("secc.runtime.schedule.order_search.simulate_within", None)
     assert schedule_with_makespan(p, [make_sample(i) for i in range(8)]) == expected
     with pytest.raises(TypeError):
         schedule_with_makespan(
@@ -93,11 +93,11 @@ def test_priorities_of_later_stages_are_not_tried(monkeypatch):
     def find_steps() -> tuple[list[object], int]:
         tried = list[int]()
 
-        def counted(graph):
+        def counted(graph, latest_end, rank_work_ns):
             tried.append(len(graph.rank_of))
-            return simulate_tasks(graph)
+            return simulate_within(graph, latest_end, rank_work_ns)
 
-        monkeypatch.setattr("secc.runtime.schedule.order_search.simulate_tasks", counted)
+        monkeypatch.setattr("secc.runtime.schedule.order_search.simulate_within", counted)
         found = [schedule_with_makespan(make_plan(s, stage_edges(s), 4), b) for s in lm for b in batches]
         return found, len(tried)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from secc.bounds.bounds import schedule_bound
 from secc.runtime.plan.step_program import Instruction, SampleMeta, gather_rounds, print_schedule
-from secc.runtime.schedule.list_scheduler import simulate_tasks
+from secc.runtime.schedule.list_scheduler import TaskGraph, simulate_tasks, simulate_within
 from secc.runtime.schedule.scheduler import ScheduleCache, schedule_batch, schedule_with_makespan
 from secc.runtime.validation.full_check import check_schedule
 from tests.runtime.schedule.plan_strategies import (
@@ -171,16 +171,16 @@ def test_the_search_simulates_no_step_that_overloads_a_rank(monkeypatch):
     p = make_plan([make_section("lm", [0, 1], forward="1000*B*S", backward="0")], [], 2)
     tried: list[int] = []
 
-    def watched(graph):
+    def watched(graph, latest_end, rank_work_ns):
         tried.append(
             max(
                 sum(d for d, r in zip(graph.duration_ns, graph.rank_of, strict=True) if r == rank)
                 for rank in (0, 1)
             )
         )
-        return simulate_tasks(graph)
+        return simulate_within(graph, latest_end, rank_work_ns)
 
-    monkeypatch.setattr("secc.runtime.schedule.order_search.simulate_tasks", watched)
+    monkeypatch.setattr("secc.runtime.schedule.order_search.simulate_within", watched)
     schedule_with_makespan(p, [make_sample(i, length=n * 10**6) for i, n in enumerate([3, 3, 2, 2, 2])])
     assert min(tried) == 6 * 10**9 and max(tried) <= 7 * 10**9  # the first order has 7 s on a rank
 
@@ -331,3 +331,17 @@ def test_micro_batches_of_a_round_are_alike(size):
     rounds = set(gather_rounds(p.sections, schedule_batch(p, samples).micro_batches).values())
     long_rounds = [{samples[p].sizes["S"] for m in members for p in m.samples} for members in rounds]
     assert sorted(map(sorted, long_rounds)) == [[10]] * 8 + [[100]] * 2
+
+
+def test_a_simulation_ends_once_the_step_is_sure_to_be_too_long():
+    """A rank with 4 ns of work starts after 3 ns: the step takes 7 ns."""
+    graph = TaskGraph(
+        2,
+        rank_of=[0, 1, 1],
+        duration_ns=[3, 2, 2],
+        priority=[0, 1, 2],
+        successors=[[1, 2], [], []],
+        predecessor_count=[0, 1, 1],
+    )
+    assert simulate_within(graph, 7, [3, 4]) == simulate_tasks(graph)
+    assert simulate_within(graph, 6, [3, 4]) is None
