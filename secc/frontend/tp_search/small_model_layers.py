@@ -7,8 +7,6 @@ only sizes differ.
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from torch import nn
 
 from secc.frontend.dataset.survey import DatasetSurvey
@@ -42,8 +40,10 @@ class SmallModelLayers:
             if path and _layer_kind(m)[1]
         }
         observer = CallCollector(dict(firsts.values()))
-        with suppress(Exception):  # whatever the user's code raises on samples that are not made for it
+        try:
             observer.run_model(model, self._user, self._survey)
+        except Exception:  # whatever the user's code raises on samples that are not made for it
+            return {}
         return {
             kind: (m, observer.calls[path]) for kind, (path, m) in firsts.items() if path in observer.calls
         }
