@@ -276,7 +276,7 @@ def _case_of(op: CallOp) -> CaseOp:
 
 
 def _has_stack(block: BlockOp, blocks: Iterable[BlockOp]) -> bool:
-    """Whether the block's component has a stack of layers."""
+    """Whether the block is a stack of layers, holds one or lies in one."""
     layers = get_number(block, "layers")
     if layers is not None:
         return layers > 0

@@ -133,6 +133,13 @@ class ModuleTree:
         """Returns the number of layers in the longest stack of a module; 0 if it has none."""
         return max((len(list(self.child_modules(s))) for s in self.outermost_stacks(path)), default=0)
 
+    def is_part_of_stack(self, path: str, component: str) -> bool:
+        """Whether a module lies in a stack of layers of a component, or holds one."""
+        return any(
+            f"{path}.".startswith(f"{stack}.") or f"{stack}.".startswith(f"{path}.") or not path
+            for stack in self.outermost_stacks(component)
+        )
+
     def component_of(self, path: str) -> str:
         """Returns the largest module around a block that holds no other stack of layers; "" for the model
         itself."""

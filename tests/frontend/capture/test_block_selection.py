@@ -174,6 +174,13 @@ def test_the_component_is_the_largest_module_without_another_stack() -> None:
     assert ModuleTree(Language()).component_of("head") == ""
 
 
+def test_a_head_is_no_part_of_the_stack_of_its_component() -> None:
+    tree = ModuleTree(Pair(Wrapped(), Language()))
+    parts = ("second", "second.decoder", "second.decoder.layers.1", "second.head")
+    assert [tree.is_part_of_stack(part, "second") for part in parts] == [True, True, True, False]
+    assert ModuleTree(Language()).is_part_of_stack("", "")
+
+
 def test_stacks_are_lists_of_equal_layers_with_weights() -> None:
     assert is_layer_stack(nn.ModuleList([Layer(), Layer()])) and is_layer_stack(
         nn.Sequential(Layer(), Layer(), Layer())
