@@ -43,6 +43,7 @@ CASES = [
         {"swiglu", "rms-norm", "residual-norm", "rope", "layer-norm"},
         marks=pytest.mark.slow,
     ),
+    pytest.param("odds_ratio", 2, (), {"linear-cross-entropy"}, marks=pytest.mark.slow),
     pytest.param("whisper_tiny", 2, (), {"layer-norm", "residual-norm"}, marks=pytest.mark.slow),
     # experts over replicas, and inside one
     pytest.param(
