@@ -73,7 +73,8 @@ CAUSES = (  # (what the first line of the error says, the cause that the table n
 @dataclass
 class Row:
     """One line of the table. `check`, `layers` and `run` are "exact", "-" if not tried, or the first line of
-    the error. `layers` is the check of a capture by layers. Seconds are of the processor, child processes
+    the error. `layers` is the check of a capture by layers; for stages, an error there takes the finer capture
+    back. Seconds are of the processor, child processes
     included."""
 
     name: str
@@ -92,7 +93,7 @@ class Row:
     @property
     def error(self) -> str:
         """The first error, "" if there is none."""
-        return next((e for e in (self.check, self.layers, self.run) if e not in (EXACT, SKIPPED)), "")
+        return next((e for e in (self.check, self.run) if e not in (EXACT, SKIPPED)), "")
 
     @property
     def cause(self) -> str:
@@ -261,12 +262,17 @@ def print_table(rows: Iterable[Row], json_file: Path | None) -> None:
 def summarize(rows: Sequence[Row]) -> str:
     """How many rows are without an error, the failures by cause, and which fusion rules matched."""
     exact = sum(not r.error for r in rows)
-    seconds = [sum(r.compile_seconds for r in rows), sum(r.check_seconds for r in rows)]
-    lines = [
-        "",
-        f"{exact} of {len(rows)} without an error. Processor time: {seconds[0]:.0f} s to compile, "
-        f"{seconds[1]:.0f} s to check.",
-    ]
+    lines = ["", f"{exact} of {len(rows)} without an error."]
+    lines.append(
+        f"Processor time: {sum(r.compile_seconds for r in rows):.0f} s to compile, "
+        f"{sum(r.check_seconds for r in rows):.0f} s to check."
+    )
+    if opened := [r for r in rows if r.layers != SKIPPED]:
+        taken_back = [r.name for r in opened if r.layers != EXACT]
+        lines.append(
+            f"By layers: {len(opened) - len(taken_back)} of {len(opened)} exact"
+            + (f"; taken back: {', '.join(taken_back)}." if taken_back else ".")
+        )
     causes: dict[str, list[str]] = defaultdict(list)
     for r in rows:
         if r.error:

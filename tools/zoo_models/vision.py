@@ -279,6 +279,9 @@ def llama4() -> nn.Module:
         boi_token_index=START,
         eoi_token_index=END,
     )
+    outputs = T.modeling_outputs.MoeCausalLMOutputWithPast
+    if not hasattr(outputs, "image_outputs"):  # transformers 5.24 reads it, and fails in training
+        outputs.image_outputs = None
     return T.Llama4ForConditionalGeneration(config)
 
 
