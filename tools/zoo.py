@@ -73,9 +73,8 @@ CAUSES = (  # (what the first line of the error says, the cause that the table n
 @dataclass
 class Row:
     """One line of the table. `check`, `layers` and `run` are "exact", "-" if not tried, or the first line of
-    the error. `layers` is the check of a capture by layers; for stages, an error there takes the finer capture
-    back. Seconds are of the processor, child processes
-    included."""
+    the error. `layers` is the check of a capture by layers; an error there makes stages take it back. Seconds
+    are of the processor, child processes included."""
 
     name: str
     family: str

@@ -94,7 +94,9 @@ def test_a_loop_that_adds_up_the_loss_names_the_option(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", ["attended_caption", "learned_forces", "matched_targets", "handed_on"])
+@pytest.mark.parametrize(
+    "name", ["attended_caption", "learned_forces", "matched_targets", "handed_on", "crf_tagger", "transducer"]
+)
 @pytest.mark.parametrize("pins", [(), ("sharding=zero3", "dp=2")], ids=["chosen", "zero3"])
 def test_statements_train_as_in_plain_pytorch(name: str, pins: tuple[str, ...], tmp_path: Path) -> None:
     model = write_recording_model(name, tmp_path, MODELS)
