@@ -1,24 +1,24 @@
 """`annotate-patterns`: finds the optional inputs that a sample needs for a block to run, from the cases that
 call the block.
 
-A predicate is a set of optional keys. A sample needs at least one of them; the empty set means always. A
-block that runs under another kind of condition (two keys together, or the absence of one) gets the smallest
-predicate that holds whenever it runs, and a `note` that says so: the block then also runs for samples that do
-not reach it, which costs time and no exactness.
+A predicate (`secc.runtime.plan.sample_predicates`) holds for the patterns of these cases and for no other
+case's: a set of optional inputs of which a sample needs one, or else terms such as "both of two" or "none of
+two". Patterns that no case has are not told apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from xdsl.context import Context
-from xdsl.dialects.builtin import ModuleOp, StringAttr
+from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Operation
 from xdsl.passes import ModulePass
 
 from secc.ir.dialect.ops import CallOp, InputOp, graph_of, strings_attr, strings_of
+from secc.runtime.plan.sample_predicates import format_term, is_active, term_holds
 
 InputPattern = frozenset[str]
 
@@ -40,37 +40,39 @@ class AnnotatePatterns(ModulePass):
             }
             needed = _batch_keys_behind(calls)
             order = sorted(optional, key=lambda key: key not in needed)
-            when, exact = find_predicate(with_block, every - with_block, order)
-            block.when = strings_attr(sorted(when, key=optional.index))
-            if not exact and with_block:
-                block.attributes["note"] = StringAttr(
-                    f"runs for samples with {_format_patterns(with_block)} only"
-                )
+            block.when = strings_attr(find_predicate(with_block, every - with_block, order))
 
 
 def find_predicate(
-    active: set[InputPattern], inactive: set[InputPattern], keys: Iterable[str]
-) -> tuple[InputPattern, bool]:
-    """The smallest set of keys that meets every active pattern, and whether it meets no inactive one; earlier
-    keys are preferred.
-
-    Among the sets of one size that meet all active patterns, the one that meets the fewest inactive patterns
-    is taken.
-    """
+    active: set[InputPattern], inactive: set[InputPattern], keys: Sequence[str]
+) -> tuple[str, ...]:
+    """A predicate that holds for every active pattern and for no inactive one: the smallest set of single
+    inputs if there is one, else a short term for each active pattern; earlier keys are preferred."""
     if not active or not inactive:
-        return frozenset(), True
-    if frozenset() in active:
-        return frozenset(), False
-    known = [key for key in keys if any(key in p for p in active)]
-    wrong: dict[str, int] = {key: sum(key in p for p in inactive) for key in known}
-    good = [key for key in known if not wrong[key]]
-    for choice in (good, known):
-        for size in range(1, len(choice) + 1):
-            covers = [c for c in combinations(choice, size) if all(p & set(c) for p in active)]
-            if covers:
-                best = min(covers, key=lambda c: sum(bool(p & set(c)) for p in inactive))
-                return frozenset(best), choice is good
-    raise AssertionError("every active pattern has a key, so all keys together meet each")
+        return ()
+    good = [k for k in keys if any(k in p for p in active) and not any(k in p for p in inactive)]
+    for size in range(1, len(good) + 1):
+        if found := next((c for c in combinations(good, size) if all(p & set(c) for p in active)), None):
+            return tuple(sorted(found))
+    terms = list[str]()
+    for pattern in sorted(active, key=sorted):
+        if not is_active(terms, pattern) or not terms:
+            terms.append(_find_term(pattern, inactive, keys))
+    return tuple(terms)
+
+
+def _find_term(pattern: InputPattern, inactive: set[InputPattern], keys: Sequence[str]) -> str:
+    """A term that holds for a pattern and for no inactive one, with as few inputs as dropping one after the
+    other leaves: first those that a sample would have to lack, later keys first."""
+    having, lacking = [k for k in keys if k in pattern], [k for k in keys if k not in pattern]
+    for some in (lacking, having):
+        for key in reversed(tuple(some)):
+            some.remove(key)
+            term = format_term(having, lacking)
+            if not term or any(term_holds(term, p) for p in inactive):
+                some.append(key)
+                some.sort(key=keys.index)
+    return format_term(having, lacking)
 
 
 def _batch_keys_behind(calls: Iterable[Operation]) -> set[str]:
@@ -87,7 +89,3 @@ def _batch_keys_behind(calls: Iterable[Operation]) -> set[str]:
             found.add(op.key.data.partition("[")[0])
         stack.extend(o.owner for o in op.operands if isinstance(o.owner, Operation))
     return found
-
-
-def _format_patterns(patterns: set[InputPattern]) -> str:
-    return " or ".join(sorted("{" + ", ".join(sorted(p)) + "}" for p in patterns))

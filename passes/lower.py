@@ -18,7 +18,6 @@ from xdsl.passes import ModulePass
 
 from secc.errors import UserError
 from secc.ir.analysis import recorded_glue
-from secc.ir.analysis.dataflow import is_active_for
 from secc.ir.dialect.ops import (
     CaseOp,
     EdgeOp,
@@ -45,6 +44,7 @@ from secc.passes.lowering.section_bodies import (
     guards_before_section,
     make_body,
 )
+from secc.runtime.plan.sample_predicates import is_active
 
 TERMS_SECTION = "terms"
 
@@ -61,7 +61,7 @@ class Lower(ModulePass):
             _lower_section(
                 graph,
                 section.sym.data,
-                [c for c in graph.cases if is_active_for(strings_of(section.when), strings_of(c.when))],
+                [c for c in graph.cases if is_active(strings_of(section.when), strings_of(c.when))],
             )
         for leaf in dict.fromkeys(
             op.sym.data for case in graph.cases for op in case.ops if isinstance(op, LeafOp)

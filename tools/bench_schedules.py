@@ -31,8 +31,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from secc.alloc.exact.optimal_schedule import solve_schedule
 from secc.bounds.bounds import schedule_bound
 from secc.bounds.work import BatchWork
+from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Plan
-from secc.runtime.plan.step_program import SampleMeta, compute_kinds, is_active
+from secc.runtime.plan.step_program import SampleMeta, compute_kinds
 from secc.runtime.schedule.scheduler import schedule_with_makespan
 from secc.runtime.validation.full_check import check_schedule
 from tools import schedule_mixes

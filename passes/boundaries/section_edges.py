@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from xdsl.ir import Operation, OpResult, SSAValue
 
-from secc.ir.analysis.dataflow import find_gradient_values, get_string, is_active_for, producer_of
+from secc.ir.analysis.dataflow import find_gradient_values, get_string, producer_of
 from secc.ir.analysis.random_ops import call_site
 from secc.ir.analysis.row_order import RowOrder
 from secc.ir.analysis.transferable_values import (
@@ -26,6 +26,7 @@ from secc.ir.dialect.ops import CallOp, CaseOp, Computation, GraphOp, ParamOp, s
 from secc.ir.dialect.readable_names import make_unique, shortest_tail, to_identifier
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.ir.text_io.verifier import source_line
+from secc.runtime.plan.sample_predicates import is_active
 
 CrossingProblem = tuple["ValueCrossing", str]
 # (target, file:line and the lines that lead there, number among ops with the same of these, index of the
@@ -133,7 +134,7 @@ def _find_missing_case(graph: GraphOp, edge: SectionEdge) -> CrossingProblem | N
         pattern = strings_of(case.when)
         absent = [key for key in strings_of(graph.optional) if key not in pattern]
         both = edge.layout != WHOLE_TENSOR and all(
-            is_active_for(sections[end], pattern) for end in (edge.src, edge.dst)
+            is_active(sections[end], pattern) for end in (edge.src, edge.dst)
         )
         if both and id(case) not in having and not has_no_rows(graph, edge.layout.rows, absent):
             return edge.crossings[

@@ -18,7 +18,6 @@ from secc.ir.analysis.dataflow import (
     call_mode,
     classify_origins,
     find_gradient_values,
-    is_active_for,
     producer_of,
     strongest_mode,
     users_of,
@@ -40,6 +39,7 @@ from secc.ir.dialect.ops import (
     strings_of,
 )
 from secc.ir.dialect.tensor_type import tensor_type
+from secc.runtime.plan.sample_predicates import is_active
 
 
 def assign_sections(graph: GraphOp) -> None:
@@ -91,9 +91,7 @@ class _CaseAssignment:
         sources = [s for o in operands if (s := section_of(producer_of(o))) is not None]
         if not sources and isinstance(op, TermOp | OutputOp):
             pattern = strings_of(self.case.when)
-            sources = [
-                name for name, s in self.sections.items() if is_active_for(strings_of(s.when), pattern)
-            ]
+            sources = [name for name, s in self.sections.items() if is_active(strings_of(s.when), pattern)]
         return max(sources, key=lambda name: self.rank[name], default=None)
 
     def _settle_by_uses(self, op: GlueOp) -> None:

@@ -18,8 +18,9 @@ from statistics import median, stdev
 from secc.runtime.host.cpu_cores import available_cores
 from secc.runtime.monitoring.section_times import MeasuredStep, SectionSeconds, section_time_columns
 from secc.runtime.plan.predicted_costs import PredictedCosts
+from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Plan
-from secc.runtime.plan.step_program import SampleMeta, is_active
+from secc.runtime.plan.step_program import SampleMeta
 
 NOTABLE_GAIN = 0.05  # the smallest gain that is reported
 UNEXPLAINED_RATIO = 1.25  # measured over predicted step time that is explained

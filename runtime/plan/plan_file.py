@@ -18,6 +18,7 @@ from secc.runtime.plan import json_shapes as shapes
 from secc.runtime.plan import schema
 from secc.runtime.plan.expr_eval import expression_symbols
 from secc.runtime.plan.json_shapes import MalformedValue, Shape
+from secc.runtime.plan.sample_predicates import inputs_of
 from secc.runtime.plan.schema import Plan, Section
 
 MAX_PLAN_BYTES = 1 << 28
@@ -713,7 +714,7 @@ def _check_section(plan: Plan, section: Section, symbols: set[str], optional_key
         raise MalformedValue(message, f"{place}.mesh.ranks")
     if mesh.pp != 1:
         raise shapes.expected("1 for a section without stages", mesh.pp).inside("pp").inside("mesh")
-    _check_known(section.when, optional_keys, "optional input", f"{place}.when")
+    _check_known(inputs_of(section.when), optional_keys, "optional input", f"{place}.when")
     _check_known(section.params, plan.model.parameters, "parameter", f"{place}.params")
     _check_known(section.partial, section.params, "parameter of the section", f"{place}.partial")
     _check_known(section.units, section.blocks, "block of the section", f"{place}.units")

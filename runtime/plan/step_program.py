@@ -132,11 +132,6 @@ class Schedule:
         return self.own_samples is not None and micro.samples[:1] >= (self.own_samples,)
 
 
-def is_active(when: Sequence[str], pattern: frozenset[str]) -> bool:
-    """Returns whether a section with predicate `when` processes a sample with the optional keys `pattern`."""
-    return not when or not pattern.isdisjoint(when)
-
-
 def owes_backward(section: Section) -> bool:
     """Returns whether every forward of the section is followed by a backward."""
     return section.mode != "forward"

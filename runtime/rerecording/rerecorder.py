@@ -23,6 +23,7 @@ from torch import nn
 
 from secc.runtime.errors import UserError
 from secc.runtime.plan.batch_sizes import read_symbol_sizes
+from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Plan, is_tensor_label
 from secc.runtime.recorder import Recorder
 from secc.runtime.recorder.fold_joins import fold_joins
@@ -156,7 +157,7 @@ class Rerecorder:
         sections: Callable[[nn.Module], Sequence[SectionModule]],
     ) -> None:
         self.plan, self._build_model, self._build_sections = plan, model, sections
-        self._section_keys = {s.name: frozenset(s.when) for s in plan.sections}
+        self._predicates = {s.name: s.when for s in plan.sections}
         self._optional = frozenset(i.key for i in plan.inputs if i.optional)
         self._counted_symbols = [s for s in plan.symbols if is_tensor_label(s.key)]
         # These blocks always run: the numbers of rows of their results are asked for.
@@ -248,9 +249,7 @@ class Rerecorder:
         pattern = self._optional.intersection(batch)
         cases = self._cases_of_pattern(pattern)
         sections = [s for s in self._ensure_recorder() if section in ("", s.name)] if cases else []
-        active = (
-            s for s in sections if not self._section_keys[s.name] or self._section_keys[s.name] & pattern
-        )
+        active = (s for s in sections if is_active(self._predicates[s.name], pattern))
         section_cases = [to_rerecord for s in active if (to_rerecord := s.cases_to_rerecord(batch))]
         if not section_cases:
             return None

@@ -27,12 +27,12 @@ from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.int_columns import rows_from_columns
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.replica_routes import ranks_by_replica
+from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Plan, Section
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.plan.step_program import (
     MicroBatch,
     SampleMeta,
-    is_active,
     replica_first_ranks,
     replicas_in_lockstep,
     returns_gradient,

@@ -35,13 +35,13 @@ from secc.runtime.plan.program_table import (
     ProgramTable,
 )
 from secc.runtime.plan.replica_routes import ranks_by_replica, route_message
+from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Edge, Plan, Section
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.plan.step_program import (
     SampleMeta,
     Schedule,
     compute_kinds,
-    is_active,
     micro_batch_pairs,
     replicas_in_lockstep,
     returns_gradient,

@@ -25,6 +25,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from secc.runtime.plan.replica_routes import MessageSlice, Ranks, ranks_by_replica, route_message
+from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Plan, Section
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.plan.step_program import (
@@ -34,7 +35,6 @@ from secc.runtime.plan.step_program import (
     Schedule,
     compute_kinds,
     gather_rounds,
-    is_active,
     micro_batch_pairs,
     replicas_in_lockstep,
     returns_gradient,

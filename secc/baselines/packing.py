@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from secc.baselines.layout import count_tokens
 from secc.runtime.plan.predicted_costs import PredictedCosts
+from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Plan, Section
-from secc.runtime.plan.step_program import SampleMeta, is_active
+from secc.runtime.plan.step_program import SampleMeta
 from secc.runtime.schedule.batch_packing import AssignedMicroBatches, halve_large_micro_batches
 
 ReplicaMicroBatches = list[list[int]]  # of one replica, in their order

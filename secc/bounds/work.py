@@ -18,12 +18,12 @@ from secc.bounds.additive import split_additive
 from secc.bounds.traffic import Traffic, message_ns, sample_bytes
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.predicted_costs import PredictedCosts
+from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Cost, Edge, Plan, Section, SubgroupCost
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.plan.step_program import (
     SampleMeta,
     compute_kinds,
-    is_active,
     owes_backward,
     replica_first_ranks,
     returns_gradient,

@@ -34,6 +34,7 @@ from secc.ir.dialect.ops import (
 )
 from secc.ir.dialect.readable_names import BUFFER_CONSTANT_PREFIX
 from secc.ir.text_io.verifier import source_line
+from secc.runtime.plan.sample_predicates import describe_predicate
 from secc.runtime.plan.schema import OUTPUT_PREFIX
 from secc.runtime.sections.base import SectionModule
 
@@ -113,7 +114,7 @@ def render_section_module(graph: GraphOp, section: SectionOp) -> str:
         name=section.sym.data,
         cls=section_class_name(section.sym.data),
         mode=section.mode.data if section.mode else "train",
-        when=strings_of(section.when),
+        active_for=describe_predicate(strings_of(section.when)),
         blocks=strings_of(section.blocks),
         attributes=attributes,
         cases=cases,

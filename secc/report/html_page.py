@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +27,7 @@ from secc.report.section_graph_figure import section_graph_figure
 from secc.report.step_figures import StepFigures
 from secc.report.text_table import TextTable
 from secc.report.verdict import CERTAINTY, cost_labels, describe_plan
+from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Plan
 
 _PAGE_FILES = Path(__file__).parent / "page"
@@ -67,7 +67,7 @@ def report_page(plan: Plan, extras: ReportExtras | None = None) -> str:
         "verdict": describe_plan(plan),
         "warnings": page_warnings(plan),
         "graph": section_graph_figure(plan),
-        "activity": _pattern_counts(extras.step),
+        "activity": _active_samples(plan, extras.step),
         "time": time_chart(plan, extras.step) if extras.step is not None else BarChart((), ()),
         "memory": memory_chart(plan),
         "baselines": _baselines(plan, extras),
@@ -102,11 +102,15 @@ def _baselines(plan: Plan, extras: ReportExtras) -> BarChart:
     return baseline_chart(step, extras.baselines)
 
 
-def _pattern_counts(step: StepFigures | None) -> dict[str, tuple[int, int]]:
-    """For each optional input, how many samples of the simulated batch have it, and of how many."""
-    samples = step.timeline["samples"] if step is not None else []
-    counts = Counter(key for _, pattern in samples for key in pattern.split())
-    return {key: (count, len(samples)) for key, count in counts.items()}
+def _active_samples(plan: Plan, step: StepFigures | None) -> dict[str, tuple[int, int] | None]:
+    """For each section that is not active for every sample, for how many samples of the simulated batch it
+    is, and of how many; None without a simulated step."""
+    patterns = [pattern.split() for _, pattern in step.timeline["samples"]] if step is not None else []
+    return {
+        s.name: (sum(is_active(s.when, pattern) for pattern in patterns), len(patterns)) if patterns else None
+        for s in plan.sections
+        if s.when
+    }
 
 
 def _printable_table(table: TextTable) -> TextTable:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from secc.report.plan_tables import micro_batch_text
 from secc.report.text_table import TextTable, bytes_text, ranks_text
+from secc.runtime.plan.sample_predicates import describe_predicate
 from secc.runtime.plan.schema import Edge, LossTerm, Plan, Section
 
 T = TypeVar("T")
@@ -122,7 +123,7 @@ HEADLINE_FIELDS: Mapping[str, Callable[[Plan], Any]] = {
 }
 SECTION_FIELDS: FieldReaders[Section] = {
     "mode": lambda s: s.mode,
-    "active for": lambda s: " or ".join(s.when) or "every sample",
+    "active for": lambda s: describe_predicate(s.when),
     "ranks": lambda s: ranks_text(s.mesh.ranks),
     "dp": lambda s: str(s.mesh.dp),
     "pp": lambda s: str(s.mesh.pp),

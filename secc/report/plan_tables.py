@@ -18,6 +18,7 @@ from secc.report.text_table import (
     ranks_text,
     seconds_text,
 )
+from secc.runtime.plan.sample_predicates import describe_predicate
 from secc.runtime.plan.schema import Edge, Plan, RerecordedCase, Section, is_statistic
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
@@ -211,7 +212,7 @@ def overlap_text(section: Section) -> str:
 
 def _sections_table(plan: Plan) -> TextTable:
     def row(s: Section) -> tuple[str, ...]:
-        active = "samples with " + " or ".join(s.when) if s.when else "every sample"
+        active = describe_predicate(s.when)
         degrees = ((kind, getattr(s.mesh, kind)) for kind in ("dp", "pp", "tp", "cp", "ep"))
         layout = ", ".join(f"{kind} {n}" for kind, n in degrees if n > 1) or "one rank"
         layout += f", {chunks_text(s)}" if s.chunks > 1 else ""

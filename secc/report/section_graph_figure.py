@@ -8,6 +8,7 @@ from secc.report.bar_rows import section_colours
 from secc.report.plan_differences import section_edges
 from secc.report.plan_tables import micro_batch_text, weights_text
 from secc.report.text_table import bytes_text, short_ranks_text
+from secc.runtime.plan.sample_predicates import describe_predicate
 from secc.runtime.plan.schema import Plan, Section
 
 MODE_TEXTS = {
@@ -30,7 +31,7 @@ class SectionCard:
     mode_text: str
     ranks: str
     layout: str
-    when: tuple[str, ...]
+    active_for: str
     facts: tuple[str, ...]
 
 
@@ -104,7 +105,7 @@ def _section_card(plan: Plan, s: Section, number: int, colour: str, busy: object
         mode,
         short_ranks_text(s.mesh.ranks),
         layout or ("one rank" if len(s.mesh.ranks) == 1 else ""),
-        s.when,
+        describe_predicate(s.when).removeprefix("samples with "),
         tuple(facts),
     )
 

@@ -35,11 +35,19 @@ def test_a_small_tower_stays_a_section_if_that_shortens_the_step(tmp_path: Path)
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("order", ["wavefront", "dataset"])
-def test_a_tower_of_padded_pictures_is_a_section(order: str, tmp_path: Path) -> None:
-    """Micro-batches hold samples of one pattern, in any order, so texts without pictures need no rows of the
-    tower, although `collate` gives them rows of zeros in a mixed batch."""
-    model = write_recording_model("padded_pictures", tmp_path, MODELS)
-    sections = ("tower=tower", "decoder=keys+query+embed+decoder+head")
+@pytest.mark.parametrize(
+    ("name", "sections", "when"),
+    [
+        ("padded_pictures", ("tower=tower", "decoder=keys+query+embed+decoder+head"), "pictures"),
+        ("fused_senses", ("tower=joint+out", "decoder=embed+decoder+head"), "picture&sound"),
+    ],
+)
+def test_a_tower_works_for_the_samples_that_reach_it(
+    name: str, sections: tuple[str, ...], when: str, order: str, tmp_path: Path
+) -> None:
+    """Micro-batches hold samples of one pattern, in any order, so other samples need no rows of the tower,
+    although `collate` gives them rows of zeros in a mixed batch."""
+    model = write_recording_model(name, tmp_path, MODELS)
     compiled = compile_and_write(
         model,
         tmp_path / "plan",
@@ -48,6 +56,6 @@ def test_a_tower_of_padded_pictures_is_a_section(order: str, tmp_path: Path) -> 
         strategy="apart",
         sections=sections,
     )
-    assert [(s.name, s.when) for s in compiled.plan.sections] == [("tower", ("pictures",)), ("decoder", ())]
+    assert [(s.name, s.when) for s in compiled.plan.sections] == [("tower", (when,)), ("decoder", ())]
     found = train_distributed(tmp_path / "plan", 2, 2, tmp_path / "run", "--order", order)
     assert not list(find_differences(found, train_in_one_process(model, GLOBAL_BATCH, 2, tmp_path / "plain")))

@@ -1,7 +1,7 @@
 // RUN: secc opt %s -p annotate-patterns | filecheck %s
 
-// The keys of which a sample needs one to reach a block. `both` runs for image and audio together only, which a list of keys cannot say:
-// it gets a list that holds whenever it runs, and a note. Of two keys that always come together the one that the block reads is taken.
+// The samples that reach a block, by their optional inputs: those with one of several, with both of two (`both`), or without any
+// (`plain`). Of two inputs that always come together the one that the block reads is taken.
 
 sec.graph "g" optional ["audio", "image", "sizes"] {
   sec.symbol "B" kind "rows" key "ids" dim 0
@@ -11,8 +11,8 @@ sec.graph "g" optional ["audio", "image", "sizes"] {
   // CHECK-NEXT: sec.block "eyes" class "V" params 1 trainable 1 when ["image"]
   // CHECK-NEXT: sec.block "ears" class "A" params 1 trainable 1 when ["audio"]
   // CHECK-NEXT: sec.block "projector" class "P" params 1 trainable 1 when ["audio", "image"]
-  // CHECK-NEXT: sec.block "both" class "X" params 1 trainable 1 when ["audio"] {note = "runs for samples with {audio, image, sizes} only"}
-  // CHECK-NEXT: sec.block "plain" class "T" params 1 trainable 1 when [] {note = "runs for samples with {} only"}
+  // CHECK-NEXT: sec.block "both" class "X" params 1 trainable 1 when ["audio&image"]
+  // CHECK-NEXT: sec.block "plain" class "T" params 1 trainable 1 when ["!audio&!image"]
   sec.block "lm" class "L" params 1 trainable 1
   sec.block "eyes" class "V" params 1 trainable 1
   sec.block "ears" class "A" params 1 trainable 1

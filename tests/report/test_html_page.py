@@ -153,9 +153,9 @@ def test_timeline_has_every_computation_with_its_samples() -> None:
 
 def test_graph_says_what_travels_and_what_switches_sections_on() -> None:
     figure = section_graph_figure(PLAN)
-    assert [(c.name, c.mode_text, c.when) for c in figure.cards] == [
-        ("vision", "trained", IMAGES),
-        ("lm", "trained", ()),
+    assert [(c.name, c.mode_text, c.active_for) for c in figure.cards] == [
+        ("vision", "trained", "images"),
+        ("lm", "trained", "every sample"),
     ]
     assert [(e.source_name, e.target_name, e.text) for e in figure.edges] == [
         ("vision", "lm", "8 KiB a step, 8 KiB back"),

@@ -36,7 +36,7 @@ from secc.bounds.additive import split_additive
 from secc.ir.dialect.ops import strings_of
 from secc.runtime.plan.batch_sizes import combine_sizes
 from secc.runtime.plan.expr_eval import evaluate_expr_columns
-from secc.runtime.plan.step_program import is_active
+from secc.runtime.plan.sample_predicates import is_active
 
 
 @dataclass(frozen=True)

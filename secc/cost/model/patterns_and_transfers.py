@@ -15,6 +15,7 @@ from secc.cost.model.default_estimate import count_entries
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import GraphOp, PatternOp, SectionOp, section_of, strings_of
 from secc.ir.dialect.tensor_type import tensor_type
+from secc.runtime.plan.sample_predicates import is_active
 
 MeanSizes = Mapping[str, float]  # by symbol
 
@@ -85,8 +86,7 @@ def micro_batch_sizes(graph: GraphOp, sizes: MeanSizes, samples: int) -> dict[st
 
 def section_handles_pattern(section: SectionOp, pattern: InputPattern) -> bool:
     """Whether a section processes samples of a pattern."""
-    when = strings_of(section.when)
-    return not when or not pattern.when.isdisjoint(when)
+    return is_active(strings_of(section.when), pattern.when)
 
 
 def section_transfers(graph: GraphOp) -> list[SectionTransfer]:

@@ -19,8 +19,8 @@ from torch import nn
 from secc.frontend.capture.capture import Capture
 from secc.frontend.dataset.survey import DatasetSurvey, InputPattern
 from secc.runtime.model.user_file import UserModel
+from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Plan
-from secc.runtime.plan.step_program import is_active
 from secc.runtime.recorder import Recorder
 from secc.runtime.sections.base import SectionModule
 

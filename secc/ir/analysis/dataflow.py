@@ -3,7 +3,7 @@ attributes say, and how large a value is for the dataset's samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import lru_cache
 from typing import TypeVar
@@ -165,12 +165,6 @@ def get_number(op: Operation, name: str) -> float | None:
             return attribute.value.data
         case _:
             return None
-
-
-def is_active_for(when: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a section or edge with predicate `when` is active for a case or sample with the optional keys
-    `pattern`: it is if `when` is empty, or has one of these keys."""
-    return not when or bool(set(when) & set(pattern))
 
 
 def strongest_mode(modes: Iterable[str]) -> str:

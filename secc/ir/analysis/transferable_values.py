@@ -19,6 +19,7 @@ from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import GraphOp, KeyOp, SectionOp, SymbolOp, strings_of
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import TensorType
+from secc.runtime.plan.sample_predicates import describe_predicate, inputs_of
 from secc.runtime.plan.schema import is_tensor_label
 
 
@@ -133,10 +134,11 @@ def require_rows_covered(
     """Raises NotTransferable unless every sample that has rows for the consumer is also one of the
     producer's, as it must be where samples of several input patterns are in one micro-batch."""
     covered = bool(dst_when) and set(dst_when) <= set(src_when)
-    if src_when and not covered and not has_no_rows(graph, how.rows, src_when):
+    absent = src_when if set(src_when) == set(inputs_of(src_when)) else ()
+    if src_when and not covered and not has_no_rows(graph, how.rows, absent):
         raise NotTransferable(
-            f"samples without {' and '.join(src_when)}, which the first does not see, have rows of it too; "
-            "they have none where collate() joins the rows of all samples along dim 0"
+            f"the first is active for {describe_predicate(src_when)}, and others have rows of it too; they "
+            "have none where collate() joins the rows of all samples along dim 0"
         )
 
 

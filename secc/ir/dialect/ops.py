@@ -164,8 +164,8 @@ class BlockOp(LineOp):
     The component is the largest module around the block that holds no other stack of layers; `coarsen` groups
     by it. `layers` is the number of layers in the component's stack, 0 for a component without one (a
     projector, a head). `couples` says what in the block makes samples of a batch depend on each other, such
-    as batch norm in training mode. `annotate-patterns` writes `when`: a sample reaches the block if it has at
-    least one of these optional keys ([]: always).
+    as batch norm in training mode. `annotate-patterns` writes `when`: which samples reach the block, by their
+    optional inputs (`secc.runtime.plan.sample_predicates`).
     """
 
     name = "sec.block"
@@ -252,8 +252,8 @@ class RewriteOp(LineOp):
 
 @irdl_op_definition
 class SectionOp(LineOp):
-    """A section: its mode (forward, dgrad, train), its blocks, and the optional keys that activate it (a
-    sample needs one of them; none: always active).
+    """A section: its mode (forward, dgrad, train), its blocks, and which samples it is active for, by their
+    optional inputs (`when`, see `secc.runtime.plan.sample_predicates`).
 
     The attribute dictionary holds what `annotate-costs` and `allocate` decide: dp, tp, pp, micro_batch,
     ranks, ...

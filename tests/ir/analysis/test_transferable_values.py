@@ -63,5 +63,5 @@ def test_a_conditional_section_has_no_rows_of_other_samples() -> None:
     require_rows_covered(g, TransferLayout(0, "4*n"), ["px"], [])
     require_rows_covered(g, TransferLayout(0, "B"), ["px"], ["px"])
     require_rows_covered(g, TransferLayout(0, "B"), [], ["px"])
-    with pytest.raises(NotTransferable, match="samples without px"):
+    with pytest.raises(NotTransferable, match="active for samples with px, and others have rows"):
         require_rows_covered(g, TransferLayout(0, "B"), ["px"], [])

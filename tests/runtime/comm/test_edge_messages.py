@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from secc.runtime.comm.edge_messages import EdgeLayout
 from secc.runtime.plan.batch_sizes import combine_sizes
+from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Edge, Plan, Symbol
-from secc.runtime.plan.step_program import MicroBatch, SampleMeta, Schedule, is_active
+from secc.runtime.plan.step_program import MicroBatch, SampleMeta, Schedule
 from tests.runtime.captioner_plans import APART, make_plan
 
 PLAN = dataclasses.replace(

@@ -1,0 +1,55 @@
+"""Which samples a section is active for: predicates over the optional inputs of a sample.
+
+A predicate is a sequence of terms. A sample needs one of them; no terms mean every sample. A term names the
+optional inputs that a sample must have, joined by "&", with "!" before each that it must lack:
+`pixel_values`, `pixel_values&mel`, `!pixel_values&!mel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+
+def is_active(when: Sequence[str], pattern: Collection[str]) -> bool:
+    """Returns whether a section with predicate `when` processes a sample with the optional inputs
+    `pattern`."""
+    return not when or any(term_holds(term, pattern) for term in when)
+
+
+def term_holds(term: str, pattern: Collection[str]) -> bool:
+    """Returns whether a sample with the optional inputs `pattern` fulfils a term."""
+    having, lacking = split_term(term)
+    return all(key in pattern for key in having) and not any(key in pattern for key in lacking)
+
+
+def format_term(having: Iterable[str], lacking: Iterable[str]) -> str:
+    """Returns the term of the samples that have some optional inputs and lack others."""
+    return "&".join([*having, *(f"!{key}" for key in lacking)])
+
+
+def split_term(term: str) -> tuple[list[str], list[str]]:
+    """Returns the optional inputs that a sample must have, and those that it must lack."""
+    literals = term.split("&")
+    having = [literal for literal in literals if not literal.startswith("!")]
+    return having, [literal.removeprefix("!") for literal in literals if literal.startswith("!")]
+
+
+def inputs_of(when: Iterable[str]) -> list[str]:
+    """Returns the optional inputs that a predicate asks about, each once."""
+    return list(dict.fromkeys(key for term in when for keys in split_term(term) for key in keys))
+
+
+def describe_predicate(when: Sequence[str]) -> str:
+    """Returns a predicate in words: "every sample", "samples with pixel_values or mel", "samples without
+    pixel_values and mel"."""
+    if not when:
+        return "every sample"
+    plain, others = list[str](), list[str]()
+    for term in when:
+        having, lacking = split_term(term)
+        if having == [term]:
+            plain.append(term)
+        else:
+            both = [("with", having), ("without", lacking)]
+            others.append(" and ".join(f"{how} {' and '.join(keys)}" for how, keys in both if keys))
+    return "samples " + " or ".join([f"with {' or '.join(plain)}"] * bool(plain) + others)
