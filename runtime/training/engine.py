@@ -69,10 +69,10 @@ class StepInput:
 
     `samples`: those of the global batch, followed by those of the next batch if sections prefetch it.
     `load_batch`: returns the collated batch of one of this rank's micro-batches, on the device.
-    `coefficients`: the factor of each loss term; None in an evaluation, which sums numerators by term. `seed`
-    and `later_seed`: the random streams of this step and the next. `statistics`: of the global batch, by
-    term; none in a first pass, which finds them. `first_sample`: the place of the first sample in a batch
-    that is evaluated in parts.
+    `coefficients`: the factor of each term in the loss of this batch; None in an evaluation, which sums
+    numerators by term. `seed` and `later_seed`: the random streams of this step and the next. `statistics`:
+    of the global batch, by term; none in a first pass, which finds them. `first_sample`: the place of the
+    first sample in a batch that is evaluated in parts.
     """
 
     schedule: Schedule
@@ -480,11 +480,12 @@ class _StepExecution:
         live = self.in_flight[i.section, i.micro]
         gradients = self.receive_gradients(i.section, i.micro, live.outputs)
         roots = self.own_roots(i, live, gradients)
-        assert self.step.coefficients is not None
-        roots += [
-            (t, torch.full_like(t, self.step.coefficients[name]))
+        coefficients = self.step.coefficients
+        assert coefficients is not None
+        roots += [  # a term without a coefficient is not in the loss of this batch
+            (t, torch.full_like(t, coefficients[name]))
             for name, t in live.loss_terms.items()
-            if t.requires_grad and not is_statistic(name)
+            if t.requires_grad and not is_statistic(name) and name in coefficients
         ]
         if not roots and i.section in self.engine.exchanges:  # other ranks need this one in the backward
             own = live.outputs if live.part is None else live.part.outputs
@@ -599,7 +600,7 @@ class _StepExecution:
                     value = BatchPlaces(torch.tensor(micro.samples), self.own_samples).place_rows(rows)
                 self.numerators[name] = self.numerators[name] + value if name in self.numerators else value
                 continue
-            if is_statistic(name):
+            if is_statistic(name) or name not in self.step.coefficients:
                 continue
             share = numerator.detach().double() * self.step.coefficients[name]
             if logs := logged_scalar_name(name):

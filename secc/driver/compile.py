@@ -24,6 +24,7 @@ from secc import __version__, process_map
 from secc.cluster import parse_cluster
 from secc.codegen import plan_builder as plan_codegen
 from secc.codegen.fused_module import plan_rewrites, render_fused_module
+from secc.codegen.left_out_terms import describe_left_out_terms
 from secc.codegen.plan_files import build_plan_files, build_section_files
 from secc.codegen.plan_writer import write_plan_files
 from secc.cost.counting.annotate_calls import (
@@ -442,7 +443,8 @@ def _collect_notes(
     planned: PlannedModule, survey: DatasetSurvey, options: CompileOptions
 ) -> dict[str, object]:
     """Returns the entries of `checks` for the report: notes, one line each with place and cause (deviations
-    from the planned capture, samples left out), and choices that were taken back."""
+    from the planned capture, samples left out), terms that mixed batches lack, and choices that were taken
+    back."""
     lines = [
         f"{n.path + ': ' if n.path else ''}{n.reason}{f' ({n.where})' if n.where else ''}"
         for n in planned.capture.notes
@@ -454,6 +456,8 @@ def _collect_notes(
         lines.append("samples of a micro-batch lie side by side in one row (--pack): shown to be exact")
     lines += _expert_load_notes(graph_of(planned.module))
     notes: dict[str, object] = {"notes": list(dict.fromkeys(lines))} if lines else {}
+    if left_out := list(describe_left_out_terms(graph_of(planned.module))):
+        notes["left_out_terms"] = left_out
     taken_back = [dataclasses.asdict(record) for record in planned.taken_back]
     return notes | ({"taken_back": taken_back} if taken_back else {})
 

@@ -40,6 +40,12 @@ def _exactness_warnings(plan: Plan) -> Iterator[PlanWarning]:
         yield PlanWarning(
             "the plan is not exact for every input pattern", "see the table Checks, and do not train with it"
         )
+    for text in plan.checks.get("left_out_terms", ()):
+        yield PlanWarning(
+            text,
+            "let the dataset give batches of one kind, or compute the term for these samples of every batch "
+            "(with a mask)",
+        )
     if reason := plan.checks.get("evaluation"):
         yield PlanWarning(f"the plan cannot be evaluated: {reason}", "train without --eval-every")
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.e2e.harness import (
     compile_and_write,
@@ -59,3 +60,19 @@ def test_a_tower_works_for_the_samples_that_reach_it(
     assert [(s.name, s.when) for s in compiled.plan.sections] == [("tower", (when,)), ("decoder", ())]
     found = train_distributed(tmp_path / "plan", 2, 2, tmp_path / "run", "--order", order)
     assert not list(find_differences(found, train_in_one_process(model, GLOBAL_BATCH, 2, tmp_path / "plain")))
+
+
+@pytest.mark.gloo
+def test_a_term_that_mixed_batches_lack_is_left_out_of_them(tmp_path: Path) -> None:
+    """Two batches have a picture and no distillation, the third one is of texts alone. Weights that only this
+    term trains get no gradient in the others, so that the optimizer leaves them alone, as in one process."""
+    model = write_recording_model("taught_texts", tmp_path, MODELS)
+    plan = compile_and_write(model, tmp_path / "plan", cluster="local:3", global_batch=GLOBAL_BATCH).plan
+    [text] = plan.checks["left_out_terms"]
+    assert re.match(r"term \w+ of the loss .* in batches of samples without picture only", text)
+    found = train_distributed(tmp_path / "plan", plan.world_size, 3, tmp_path / "run")
+    expected = train_in_one_process(model, GLOBAL_BATCH, 3, tmp_path / "plain")
+    two_steps = train_in_one_process(model, GLOBAL_BATCH, 2, tmp_path / "plain_2")
+    assert expected.gradients["scale.weight"] is None
+    assert not torch.equal(expected.parameters["scale.weight"], two_steps.parameters["scale.weight"])
+    assert not list(find_differences(found, expected))
