@@ -251,25 +251,22 @@ def find_hidden_state(
 ) -> tuple[int | str, torch.Tensor | None]:
     """Returns the place of a layer's hidden states among its arguments, and the tensor: the first one
     [samples, rows, width], else the first one [rows, width]; None if there is none."""
-    return _find_floats(args, kwargs, (3, 2))
+    floats = _float_arguments(args, kwargs)
+    found = [(p, t) for ndim in (3, 2) for p, t in floats if t.ndim == ndim]
+    return found[0] if found else (0, None)
 
 
 def find_batched_state(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[int | str, torch.Tensor | None]:
     """Returns the place of a layer's hidden states of several entries among its arguments, and the tensor:
-    the first one [entries, rows, width], else the first one of four dims (pictures); None if there is
-    none."""
-    return _find_floats(args, kwargs, (3, 4))
+    the first one [entries, rows, width] or, of pictures, of four dims; None if there is none."""
+    return next(((p, t) for p, t in _float_arguments(args, kwargs) if t.ndim in (3, 4)), (0, None))
 
 
-def _find_floats(
-    args: Sequence[Any], kwargs: Mapping[str, Any], dims: Sequence[int]
-) -> tuple[int | str, torch.Tensor | None]:
+def _float_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[int | str, torch.Tensor]]:
     given: Sequence[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items())
-    tensors = [(p, t) for p, t in given if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    found = [(p, t) for ndim in dims for p, t in tensors if t.ndim == ndim]
-    return found[0] if found else (0, None)
+    return [(p, t) for p, t in given if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
 
 def ends_of_pieces(hidden: torch.Tensor, arguments: Sequence[Any]) -> tuple[int, ...]:

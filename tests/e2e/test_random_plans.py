@@ -22,7 +22,18 @@ from hypothesis import strategies as st
 from tests.e2e.random_plans import RunOutcome, draw_random_plan, try_plan
 from tests.e2e.reference_runs import ReferencedModel
 
-NAMES = ("nano", "llava_tiny", "qwen_distil", "whisper_tiny", "video_llava", "blip2", "gemma3", "t5", "bamba")
+NAMES = (
+    "nano",
+    "llava_tiny",
+    "qwen_distil",
+    "whisper_tiny",
+    "video_llava",
+    "blip2",
+    "gemma3",
+    "t5",
+    "bamba",
+    "frame_batches",
+)
 PACKED = ("llama", "mistral", "gemma3_text")  # samples side by side in one row
 EXPERTS = {"qwen3_moe": 4, "deepseek_v3": 4, "listed_experts": 4, "early_exit": 4, "moe_distil": 4}
 STEPS = 2
