@@ -18,7 +18,7 @@ from secc.alloc.problem.allowed_choices import (
     require_offload,
     require_rank_load,
 )
-from secc.alloc.problem.candidates import fixed_memory_fits, price_fitting_candidates
+from secc.alloc.problem.candidates import fixed_memory_fits, micro_batches_held, price_fitting_candidates
 from secc.alloc.problem.dealt_prices import DealtPrices
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.row_parts import row_part_choices
@@ -38,6 +38,7 @@ from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.validation.send_window import DEFAULT_SEND_LIMIT
 
 MAX_EXPERT_PARTS = 64  # the largest ep that is considered without a pin
+_Choices = tuple[int, int, int, str, str, int]  # ep, dp, micro-batch, sharding, recompute, backward parts
 # From this number of ranks on, forked processes price a section's many candidates faster.
 PARALLEL_PRICING_RANKS = 64
 
@@ -167,8 +168,10 @@ def _fitting_candidates(
     def price_shapes(names: Sequence[str], most: int | None) -> dict[str, list[Candidate]]:
         def of_shape(item: tuple[str, ReplicaShape]) -> tuple[Candidate, ...]:
             name, shape = item
+            base = work.without_offloads
+            known = base.cached_candidates.get((asked, most, name, shape)) if base is not None else None
             of_this_shape = _candidates_of_shape(
-                work, loads[name], ranks, pins, shape, min(s.ranks for s in shapes[name]), whole, most
+                work, loads[name], ranks, pins, shape, min(s.ranks for s in shapes[name]), whole, most, known
             )
             return candidate_pruning.prune_dominated(of_this_shape, capacity, by_micro_batch)
 
@@ -220,13 +223,31 @@ def _candidates_of_shape(
     least: int,
     whole: bool,
     capacity: int | None,
+    known: Sequence[Candidate] | None = None,
 ) -> Iterator[Candidate]:
     """Yields the candidates of one (tp, pp, cp) that need at most `capacity` bytes. `least` is the number of
-    ranks of the smallest replica."""
+    ranks of the smallest replica. `known`: the undominated ones without offload, if they are priced already;
+    these are not priced again."""
+    by_choices: dict[_Choices, list[Candidate]] = {}
+    for c in known or ():
+        by_choices.setdefault(_choices_of(c), []).append(c)
     for ep in expert_parts(work, load, pins, shape, ranks):
         yield from _candidates_of_parts(
-            work, load, ranks, pins, shape._replace(ep=ep), least, whole, capacity
+            work,
+            load,
+            ranks,
+            pins,
+            shape._replace(ep=ep),
+            least,
+            whole,
+            capacity,
+            None if known is None else by_choices,
         )
+
+
+def _choices_of(c: Candidate) -> _Choices:
+    """What tells a candidate of a (tp, pp, cp) without offload from others, apart from memory in flight."""
+    return c.ep, c.dp, c.micro_batch, c.sharding, c.recompute, c.backward_parts
 
 
 def expert_parts(work: Workload, load: SectionLoad, pins: Pins, shape: ReplicaShape, ranks: int) -> list[int]:
@@ -255,8 +276,9 @@ def _candidates_of_parts(
     least: int,
     whole: bool,
     capacity: int | None,
+    known: Mapping[_Choices, Sequence[Candidate]] | None,
 ) -> Iterator[Candidate]:
-    """Yields the candidates of one shape."""
+    """Yields the candidates of one shape; `known` has those without offload that are priced already."""
     modes, size_of_replica = list_sharding_and_recompute(work, load, pins), shape.ranks
     offloads = {way: list_offloads(work, load, shape, way, pins) for way, _ in modes}
     if not any(offloads.values()):
@@ -287,15 +309,25 @@ def _candidates_of_parts(
         samples = -(-work.active_sample_count(load) // dp)
         sizes, limits = _micro_batch_limits(work, load, pins, samples)
         ways = [(mode, by_norms) for mode, offload, by_norms in all_ways if fixed_fits[mode[0], offload]]
+        # By mode and shape: what a micro-batch of fewer samples did not fit with. More samples need more of
+        # the device; what is in host memory depends on all micro-batches.
+        exceeded: dict[tuple[tuple[str, str], ReplicaShape], tuple[int, int]] = {}
         for size in sizes:
             for mode, by_norms in ways:
-                priced = (
-                    price_fitting_candidates(work, rank, dp, size, *mode, capacity) for rank in by_norms
-                )
-                found = next(filter(None, priced), [])
-                if limits:
-                    found = [replace(c, **limits) for c in found]
-                yield from found
+                first = by_norms[0].shape
+                if known is not None and first.offload == "none":
+                    yield from known.get((shape.ep, dp, size, *mode, first.backward_parts), ())
+                    continue
+                found: list[Candidate] = []
+                for rank in by_norms:
+                    held = micro_batches_held(work, rank, dp, size)
+                    if exceeded.get((mode, rank.shape)) != held:
+                        found = price_fitting_candidates(work, rank, dp, size, *mode, capacity)
+                        if found:
+                            break
+                        if rank.shape.offload == "none":
+                            exceeded[mode, rank.shape] = held
+                yield from (replace(c, **limits) for c in found) if limits else found
 
 
 def list_rank_loads(

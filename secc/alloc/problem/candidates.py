@@ -67,6 +67,13 @@ def price_fitting_candidates(
     return _vary_in_flight(work, load, candidate, rank)
 
 
+def micro_batches_held(work: Workload, load: SectionLoad, dp: int, size: int) -> tuple[int, int]:
+    """(2 if a rank sums the gradients of several micro-batches of `size` samples, else 1; micro-batches that
+    it holds while it alternates forwards and backwards). With the same figures memory grows with `size`."""
+    _, count, _ = expect_micro_batches(load, -(-work.active_sample_count(load) // dp), size)
+    return min(count, 2), in_flight_alternating(work, load, count)
+
+
 def _make_candidate(
     work: Workload,
     load: SectionLoad,

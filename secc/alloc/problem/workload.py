@@ -51,6 +51,7 @@ class Workload:
     be sharded, "" if it can.
 
     `offloads`: what sections may keep in host memory without a pin ("optimizer", "weights", "activations").
+    `without_offloads`: the workload that this one is a copy of, with the candidates that are priced already.
 
     On a cluster of several device kinds, `loads` are priced with the worst figures of all kinds, and
     `by_kind` holds the same workload on each kind alone. The `cached_*` fields memoise results.
@@ -64,6 +65,7 @@ class Workload:
     unshardable: str = ""
     by_kind: tuple[Workload, ...] = ()
     offloads: tuple[str, ...] = ()
+    without_offloads: Workload | None = field(default=None, repr=False, compare=False)
     cached_active_samples: dict[str, int] = field(
         init=False, repr=False, compare=False, default_factory=dict[str, int]
     )
@@ -139,7 +141,9 @@ class Workload:
     def with_offloads(self, offloads: tuple[str, ...] = PIN_WORDS["offload"]) -> Workload:
         """Copy of the workload in which sections may keep this in host memory."""
         kinds = tuple(replace(work, offloads=offloads) for work in self.by_kind)
-        return replace(self, offloads=offloads, by_kind=kinds)
+        return replace(
+            self, offloads=offloads, by_kind=kinds, without_offloads=None if self.offloads else self
+        )
 
     def rank_load(
         self, load: SectionLoad, shape: ReplicaShape, attention: str = "", stage: int | None = None
