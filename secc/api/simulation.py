@@ -100,6 +100,15 @@ def simulate_plan(
     return SimulatedPlan(simulated, measured, measures[0], found, warnings)
 
 
+def _one_order_facts(m: StepMeasures) -> list[tuple[str, str]]:
+    """The bound on steps with pipelines in one order, where it says more than the schedule bound."""
+    if m.one_order_bound_s <= m.schedule_bound_s:
+        return []
+    over = m.step_time_s / m.one_order_bound_s
+    text = "if all stages of a pipeline take its micro-batches in one order: the step takes"
+    return [("in one order", f"{m.one_order_bound_s:.6g} s {text} {over:.3f} of it")]
+
+
 def measured_facts(m: StepMeasures, steps: int, planned_s: float | None) -> list[tuple[str, str]]:
     """The measures as (name, text). planned_s: the step that the plan predicts, for drawn samples."""
     which = "the run's first global batch" if steps == 1 else f"a mean over the run's first {steps} batches"
@@ -111,6 +120,7 @@ def measured_facts(m: StepMeasures, steps: int, planned_s: float | None) -> list
             "schedule bound",
             f"{m.schedule_bound_s:.6g} s: the step takes {over:.3f} of it; bottleneck: {m.bound_reason}",
         ),
+        *_one_order_facts(m),
         (
             "plan bound",
             f"{m.plan_bound_s:.6g} s: all work of these layouts spread evenly over {m.gpus} ranks",

@@ -46,7 +46,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from secc.bounds.pipeline_bounds import has_in_flight_slots, hold_times, long_sample_bound, round_trip_times
+from secc.bounds.pipeline_bounds import (
+    has_in_flight_slots,
+    hold_times,
+    keeps_one_order,
+    long_sample_bound,
+    one_order_bound,
+    round_trip_times,
+)
 from secc.bounds.work import BatchWork, SampleVisit
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.step_program import SampleMeta, owes_backward
@@ -89,11 +96,25 @@ def schedule_bound_of_work(work: BatchWork) -> LowerBound:
 def bound_without_prefetch(work: BatchWork) -> LowerBound:
     """Bound on a step of the sections that do not prefetch."""
     until_optimizer = bound_until_optimizer(work)
+    return LowerBound(until_optimizer.ns + _update_ns(work), until_optimizer.reason)
+
+
+def _update_ns(work: BatchWork) -> int:
+    """Ns that a step takes at least once all gradients are reduced, with its overheads."""
     optimizer_ns = max((work.traffic.least_optimizer_ns(r) for r in range(work.plan.world_size)), default=0)
-    return LowerBound(
-        until_optimizer.ns + optimizer_ns + work.traffic.overheads.step_ns(len(work.samples)),
-        until_optimizer.reason,
-    )
+    return optimizer_ns + work.traffic.overheads.step_ns(len(work.samples))
+
+
+def one_order_bound_of_work(work: BatchWork) -> LowerBound:
+    """`bound_without_prefetch` for steps in which the stages of each pipeline take the micro-batches of a
+    replica in one order, forwards and backwards, as in the scheduler's orders."""
+    best, update_ns = bound_without_prefetch(work), _update_ns(work)
+    for name, stages in work.plan.pipelines.items():
+        if keeps_one_order(work, stages):
+            least = max(0, best.ns - update_ns)
+            if (ns := one_order_bound(work, stages, least)) > least:
+                best = LowerBound(ns + update_ns, f"the way back of long samples through {name} in one order")
+    return best
 
 
 def prefetch_work_bounds(work: BatchWork) -> list[LowerBound]:

@@ -40,13 +40,29 @@ In a step of time T the last stage of a replica does at most T - phi, with the l
 samples. Sort samples by it. Some replica has the first; as soon as the first few are more work than the worst
 k replicas can do, another one has one of these, which costs it at least the phi of the last of them. The
 bound is the least T in which D replicas, charged like this, can do all work.
+
+*One order* (`one_order_bound`). Published pipelines, and this scheduler's, take the samples of a replica in
+one order on all stages, forwards and backwards. Let q be a stage with limited memory in flight, p a later
+one, and let the backward be whole. Up to the end of the B of x at p, stage p has done all work of x and of
+the samples before it. From then on x takes its B at the stages from p - 1 down to q. Only then is its slot at
+q free, so of the samples behind x at most C - 1 have had their F at q before, in what memory x leaves; all
+their other work at q follows. With w the lesser of a sample's work at p and at q, and K(x) the most time that
+F of so many other samples take at q,
+
+    T >= head + sum of w over the replica + sum of the B of x at q, ..., p - 1 - K(x) + tail,
+
+where head is the least time before a forward at p and tail the least one after a backward at q. So a replica
+is charged phi(x) = B of x at q, ..., p - 1 - K(x), and the least T in which all can do their work is found as
+above, for each q and p.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
 from secc.bounds.work import BatchWork, SampleVisit
 from secc.runtime.plan.schema import Section
@@ -112,17 +128,96 @@ def long_sample_bound(work: BatchWork, stages: Sequence[Section], least: int) ->
     """Bound by long samples in ns, or `least` if it is not larger. Stages must take one sample at a time."""
     units = [{u.sample: u for u in work.visits[s.name]} for s in stages]
     ways, divisor = _sample_charges([[by[p] for by in units] for p in sorted(units[0])])
-    if not ways or _replicas_suffice(ways, divisor, stages[-1].mesh.dp, least):
+    if not ways:
         return least
-    low, high = least, 2 * least
-    while not _replicas_suffice(ways, divisor, stages[-1].mesh.dp, high):
+    return _least_time(ways, divisor, stages[-1].mesh.dp, least)
+
+
+def _least_time(ways: Sequence[_SampleCharge], divisor: int, replicas: int, least: int) -> int:
+    """The least time, from `least` on, in which `replicas` last stages can do all work."""
+    if _replicas_suffice(ways, divisor, replicas, least):
+        return least
+    low, high = least, max(1, 2 * least)
+    while not _replicas_suffice(ways, divisor, replicas, high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (
-            (low, middle) if _replicas_suffice(ways, divisor, stages[-1].mesh.dp, middle) else (middle, high)
-        )
+        low, high = (low, middle) if _replicas_suffice(ways, divisor, replicas, middle) else (middle, high)
     return high
+
+
+def keeps_one_order(work: BatchWork, stages: Sequence[Section]) -> bool:
+    """Whether `one_order_bound` is about a pipeline: stages on ranks of their own, with whole backwards, that
+    take one sample to a micro-batch, or to a subgroup of their ranks of cp."""
+    ranks = [rank for s in stages for rank in s.mesh.ranks]
+    return (
+        len(stages) > 1
+        and len(set(ranks)) == len(ranks)
+        and bool(work.visits[stages[0].name])
+        and all(owes_backward(s) and s.micro_batch == 1 and not s.weight_permille for s in stages)
+    )
+
+
+def one_order_bound(work: BatchWork, stages: Sequence[Section], least: int) -> int:
+    """Bound in ns on steps in which each replica takes its micro-batches in one order on all stages, or
+    `least` if it is not larger. For pipelines of `keeps_one_order`."""
+    units = [{u.sample: u for u in work.visits[s.name]} for s in stages]
+    for q, earlier in enumerate(stages[:-1]):
+        if not has_in_flight_slots(work, earlier):
+            continue
+        behind = _most_forward_ns(work, earlier)
+        way_back = dict.fromkeys(units[q], 0)
+        for p in range(q + 1, len(stages)):
+            way_back = {x: ns + units[p - 1][x].backward for x, ns in way_back.items()}
+            charges = [
+                _SampleCharge(
+                    min(_visit_weight(units[s][x]) for s in (q, p)), ((way_back[x] - behind[x], 0),)
+                )
+                for x in way_back
+            ]
+            head = min(u.forward_head for u in units[p].values())
+            tail = min(_last_tail_ns(u) for u in units[q].values())
+            inside = _least_time(charges, 1, earlier.mesh.dp, max(0, least - head - tail))
+            least = max(least, head + inside + tail)
+    return least
+
+
+def _most_forward_ns(work: BatchWork, section: Section) -> dict[int, int]:
+    """For each sample at most how much forwards of others add that a stage holds together with it."""
+    units = {u.sample: u.forward_weight for u in work.visits[section.name]}
+    most = (section.in_flight - 1) * section.most_samples
+    longest = sorted(units.values(), reverse=True)
+    sums = [0, *accumulate(longest)]
+    if not section.room_bytes:
+        return {x: _sum_without(sums, most, ns) for x, ns in units.items()}
+    saved = work.least_saved_bytes(section)
+    densest = sorted(units, key=lambda x: (units[x] << 64) // max(1, saved[x]), reverse=True)
+    sizes = [0, *accumulate(max(1, saved[x]) for x in densest)]
+    times = [0, *accumulate(units[x] for x in densest)]
+    found: dict[int, int] = {}
+    for x, ns in units.items():
+        room = max(0, section.room_bytes - saved[x])
+        whole = bisect_right(sizes, room) - 1  # the densest samples fill the room, the last one in part
+        part = 0
+        if whole < len(densest):
+            next_one = densest[whole]
+            part = -(-units[next_one] * (room - sizes[whole]) // max(1, saved[next_one]))
+        found[x] = min(_sum_without(sums, most, ns), times[whole] + part + 1)  # densities are rounded
+    return found
+
+
+def _sum_without(sums: Sequence[int], count: int, own: int) -> int:
+    """The sum of the `count` longest times except for one that is `own`; `sums` has those of the longest."""
+    longest = sums[min(count, len(sums) - 1)]
+    return min(longest, sums[min(count + 1, len(sums) - 1)] - own)
+
+
+def _visit_weight(u: SampleVisit) -> int:
+    return u.forward_weight + u.backward_weight
+
+
+def _last_tail_ns(u: SampleVisit) -> int:
+    return u.backward_tail or 0
 
 
 def _sample_charges(samples: Sequence[Sequence[SampleVisit]]) -> tuple[list[_SampleCharge], int]:

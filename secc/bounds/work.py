@@ -163,6 +163,17 @@ class BatchWork:
         weights = self._shares_of(found, max(1, len(self.active_samples[section])))
         return [sum(weights[p]) for p in self.active_samples[section]]
 
+    def least_saved_bytes(self, section: Section) -> dict[int, int]:
+        """The least that each active sample adds to the bytes that micro-batches of single samples, or dealt
+        ones, keep on a rank."""
+        saved = self._costs.saved_bytes_of_samples(section.cost)
+        found = {p: saved[p] for p in self.active_samples[section.name]}
+        for subgroup, fitting in self._fitting_samples(section):
+            of_subgroup = self._costs.saved_bytes_of_samples(subgroup.cost)
+            for p in fitting:
+                found[p] = min(found[p], subgroup.ranks * of_subgroup[p] // section.mesh.cp)
+        return found
+
     def _additive_weights(self, section: Section) -> dict[int, tuple[int, int]]:
         """(forward, backward) of each sample that it adds to a micro-batch; all of it where micro-batches are
         single samples.

@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-from secc.bounds.bounds import LowerBound, plan_bound_of_work, schedule_bound_of_work
+from secc.bounds.bounds import (
+    LowerBound,
+    one_order_bound_of_work,
+    plan_bound_of_work,
+    schedule_bound_of_work,
+)
 from secc.bounds.traffic import Traffic
 from secc.bounds.work import BatchWork
 from secc.runtime.plan.expr_eval import evaluate_expr
@@ -40,6 +45,7 @@ class StepMeasures:
     exposed_communication_s: mean time that a rank waits for messages and reductions in transit.
     waiting_s: mean time that a rank waits for other ranks to compute.
     in_flight: most micro-batches between forward and backward on any rank.
+    one_order_bound_s: the bound on steps in which stages of a pipeline take micro-batches in one order.
     mfu, peak_memory_gib (of the fullest rank): None where the plan does not say enough.
     """
 
@@ -54,6 +60,7 @@ class StepMeasures:
     waiting_s: float
     in_flight: int
     peak_memory_gib: float | None
+    one_order_bound_s: float = 0.0
 
 
 def measure_step(step: SimulatedStep, work: BatchWork | None = None) -> StepMeasures:
@@ -81,6 +88,7 @@ def measure_step(step: SimulatedStep, work: BatchWork | None = None) -> StepMeas
             (count for rank in range(ranks) for _, count in in_flight_over_time(step, rank)), default=0
         ),
         peak_memory_gib=max(known) / GIB if known and len(known) == ranks else None,
+        one_order_bound_s=one_order_bound_of_work(work).ns / 1e9,
     )
 
 
@@ -106,6 +114,7 @@ def mean_measures(steps: Sequence[StepMeasures], bound: LowerBound) -> StepMeasu
         waiting_s=sum(m.waiting_s for m in steps) / n,
         in_flight=max(m.in_flight for m in steps),
         peak_memory_gib=max(peaks) if len(peaks) == n else None,
+        one_order_bound_s=sum(m.one_order_bound_s for m in steps) / n,
     )
 
 
