@@ -416,7 +416,7 @@ class Recorder:
                 message = f"block {path} uses {name}, which is none of its own parameters and buffers"
                 parts = self._recorded_modules.parts_with_weights(path)
                 raise self._block_error(path, message, "pass it as an argument", parts)
-            if maker := self._origins.making_block(tensor):
+            if maker := self._origins.making_block(tensor) or self._block_that_kept(tensor, path):
                 self._refuse_kept_tensor(maker, path)
             if self._tape.is_computed(tensor):
                 message = (
@@ -750,10 +750,26 @@ class Recorder:
         self.fail(message, remedy, NeedsValues if self._running[0] else BlockError)
 
     def _refuse_stray_tensor(self, tensor: torch.Tensor) -> NoReturn:
-        if maker := self._origins.making_block(tensor):
+        if maker := self._origins.making_block(tensor) or self._block_that_holds(tensor):
             self._refuse_kept_tensor(maker, self._open[-1])
         message = "a block's result holds a tensor inside an object of unknown type"
         self.fail(message, "return it in a tuple, dict or dataclass")
+
+    def _block_that_kept(self, tensor: torch.Tensor, user: str) -> str:
+        """Return the other block that has kept a tensor since an earlier run, "" if there is none."""
+        if tensor.is_leaf or self._origins.is_known(tensor):
+            return ""
+        maker = self._block_that_holds(tensor)
+        return maker if maker != user else ""
+
+    def _block_that_holds(self, tensor: torch.Tensor) -> str:
+        """Return the block with a module that has a tensor as an attribute, "" if there is none. A block with
+        a known result does not run again, so it keeps the tensor of an earlier run."""
+        for path, module in self._modules.items():
+            if any(value is tensor for value in vars(module).values()):
+                around = (b for b in self.blocks if path == b or path.startswith(f"{b}."))
+                return next(around, "")
+        return ""
 
 
 def record_forward(model: nn.Module, batch: Mapping[str, Any], blocks: Collection[str]) -> Recording:

@@ -92,6 +92,10 @@ class TensorOrigins:
         was given."""
         return id(tensor) in self._state or id(tensor) in self._independent_tensors
 
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor (any shape) is a weight, or was made in a block in this run."""
+        return self.is_input_independent(tensor) or self._making_blocks.get(tensor) is not None
+
     def making_block(self, tensor: torch.Tensor) -> str:
         """Return the other block that made a tensor (any shape) from what it was given, "" if there is
         none."""

@@ -15,7 +15,6 @@ relative errors. The remaining sizes give the reported error.
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +44,7 @@ from secc.profile.background_load import background_load
 from secc.profile.least_squares import nonnegative_least_squares
 from secc.profile.random_arguments import random_arguments
 from secc.profile.speed_gauge import SpeedGauge, time_at_mean_speed
+from secc.runtime.model.module_copies import copy_module
 from secc.runtime.plan.expr_eval import evaluate_expr
 
 MAX_BUILT_BYTES = 4 << 30  # of the parameters of a group of blocks, and of the operands and results of a call
@@ -211,7 +211,7 @@ def _groups_that_fit(kinds: Sequence[_CallKind]) -> Iterator[list[_CallKind]]:
 
 def _materialize_block(block: nn.Module, device: torch.device) -> nn.Module:
     """Copy a block with small random weights; buffers keep their values if they have any."""
-    materialized = copy.deepcopy(block)
+    materialized = copy_module(block)
     for module in materialized.modules():
         for name, p in list(module.named_parameters(recurse=False)):
             tensor = torch.empty(p.shape, dtype=p.dtype, device=device)

@@ -103,6 +103,12 @@ def test_a_tower_that_stores_a_tensor_for_another_is_captured_by_its_parts() -> 
     )
 
 
+def test_layers_that_keep_tensors_for_the_loss_are_captured_by_their_parts() -> None:
+    plan = compiled("attention_maps").plan
+    assert {"looks.0.q", "looks.1.o", "tower"} <= {b for s in plan.sections for b in s.blocks}
+    assert "block looks.0 keeps a tensor on a module, which forward uses" in plan.checks["notes"][0]
+
+
 def test_a_block_that_takes_lengths_gets_its_shapes_from_their_values() -> None:
     plan = compiled("heard").plan
     assert {"encoder", "head"} == {b for s in plan.sections for b in s.blocks}

@@ -11,7 +11,6 @@ itself.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +34,7 @@ from secc.runtime.context_parallel import row_exchange
 from secc.runtime.context_parallel.row_marks import mark_of
 from secc.runtime.context_parallel.row_mode import RowMode, find_batched_state, split_first_input
 from secc.runtime.context_parallel.row_rules import RowsNotWritable
+from secc.runtime.model.module_copies import copy_module
 from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.sections.recompute import without_cache
 from secc.runtime.sections.row_layers import wrap_row_modules
@@ -128,7 +128,7 @@ def _run_rank(
 ) -> _RowRun:
     # Parameters of a layer may take gigabytes: ranks have gradients of their own, but share the values.
     shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in whole.parameters()}
-    module, found = copy.deepcopy(whole, shared), _RowRun(ModuleRun([], [], {}))
+    module, found = copy_module(whole, shared), _RowRun(ModuleRun([], [], {}))
     fuse(module)
     wrap_row_modules(module, row_modules)
     running = [""]

@@ -8,7 +8,6 @@ logits.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -51,6 +50,7 @@ from secc.ir.dialect.ops import CallOp, GraphOp, TieOp, graph_of, strings_attr, 
 from secc.ir.dialect.readable_names import SETTINGS_ATTRIBUTE
 from secc.ir.dialect.typed_attributes import StyleAttr
 from secc.runtime.fusion.install import install_fused
+from secc.runtime.model.module_copies import copy_module
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.schema import OVERLAPS, CodeRewrite, ModuleStyle, Shard
 from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
@@ -232,7 +232,7 @@ def layer_key(layer: nn.Module) -> LayerKey:
 def strip_values(layer: nn.Module, call: ModuleCall) -> nn.Module:
     """Returns the layer on the meta device, if the arguments it is called with have no values."""
     bare = any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(call))
-    return copy.deepcopy(layer).to("meta") if bare else layer
+    return copy_module(layer).to("meta") if bare else layer
 
 
 def install_fused_in(fused: FusedOperators, path: str, module: nn.Module) -> None:

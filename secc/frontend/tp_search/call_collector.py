@@ -27,6 +27,7 @@ from secc.cost.counting.meta_run import ValuelessTensors, run_on_meta
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.tp_search.find_mapping import ModuleCall
 from secc.ir.dialect.ops import CallOp, GraphOp
+from secc.runtime.model.module_copies import copy_module
 from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.training.widened_floats import widen_batch, widened_floats
@@ -175,7 +176,7 @@ def materialize_argument(value: Any) -> Any:
 
 def materialize_module(module: nn.Module) -> nn.Module:
     """Returns a copy of a module on the CPU, with random values for parameters and buffers that have none."""
-    materialized = copy.deepcopy(module)
+    materialized = copy_module(module)
     generator = torch.Generator().manual_seed(0)
     for owner in materialized.modules():
         for key, p in list(owner.named_parameters(recurse=False)):

@@ -12,7 +12,6 @@ of Megatron-LM.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from secc.runtime.model.module_copies import copy_module
 from secc.runtime.plan.schema import ModuleStyle, Shard
 from secc.runtime.plan.unsplit_reason import SharedSize, UnsplitKind, UnsplitReason
 from secc.runtime.tensor_parallel.linear_modules import LinearModule, as_linear
@@ -213,7 +213,7 @@ def _try_mapping(
     module: nn.Module, call: ModuleCall, count: int, search: _MappingSearch, found: Mapping[str, LinearModule]
 ) -> bool:
     """Runs the module's code once; returns whether it went through. If not, the search has changed."""
-    trial = copy.deepcopy(module)
+    trial = copy_module(module)
     for path in found:
         inner = trial.get_submodule(path)
         inner.forward = _partial_forward(path, inner, count, search)

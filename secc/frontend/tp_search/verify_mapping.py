@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from secc.frontend.tp_search.call_collector import copy_object
 from secc.frontend.tp_search.find_mapping import ModuleCall, failure_reason
 from secc.frontend.tp_search.thread_ranks import ThreadGroup, run_thread_ranks
+from secc.runtime.model.module_copies import copy_module
 from secc.runtime.plan.schema import ModuleStyle, Shard
 from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.randomness import random_op_values
@@ -123,9 +124,9 @@ def _run_unsplit(module: nn.Module, call: ModuleCall) -> tuple[nn.Module, Module
     does not support float64 (grouped products of experts)."""
     if sum(p.numel() for p in module.parameters()) < FLOAT32_PARAMETERS:
         with contextlib.suppress(Exception):
-            wide = _make_trainable(copy.deepcopy(module).double())
+            wide = _make_trainable(copy_module(module).double())
             return wide, _run_with_gradients(wide, call)
-    wide = _make_trainable(copy.deepcopy(module).float())
+    wide = _make_trainable(copy_module(module).float())
     return wide, _run_with_gradients(wide, call)
 
 
