@@ -210,6 +210,8 @@ class VocabShards:
 
 
 class _LogSoftmax(torch.autograd.Function):
+    works_on_rows = True  # of a sequence (`secc.runtime.context_parallel`)
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, parts: VocabShards, to_float: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         wide = x.to(accumulator_dtype(x.dtype))
@@ -228,6 +230,8 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 class _Softmax(torch.autograd.Function):
+    works_on_rows = True  # of a sequence (`secc.runtime.context_parallel`)
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, parts: VocabShards, to_float: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         wide = x.to(accumulator_dtype(x.dtype))
@@ -246,6 +250,8 @@ class _Softmax(torch.autograd.Function):
 
 
 class _VocabLogSumExp(torch.autograd.Function):
+    works_on_rows = True  # of a sequence (`secc.runtime.context_parallel`)
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, parts: VocabShards) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         greatest, log = norms = parts.softmax_norms(x.to(accumulator_dtype(x.dtype)), dim)

@@ -16,11 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from secc.frontend.cp_search.find_row_layer import RowLayer, find_row_layer
 from secc.frontend.tp_search.thread_ranks import ThreadGroup, run_thread_ranks
+from secc.runtime.context_parallel import row_exchange
 from secc.runtime.context_parallel.row_marks import deal_rows
 from secc.runtime.context_parallel.row_mode import RowMode, split_first_input
 from secc.runtime.plan.unsplit_reason import UnsplitKind
 from secc.runtime.sections.recompute import recompute_units
 from secc.runtime.sections.row_layers import wrap_row_modules
+from secc.runtime.tensor_parallel.vocab_parallel_ops import VocabShards
 
 Batch = dict[str, Any]
 
@@ -568,3 +570,19 @@ def test_rows_are_dealt_head_and_tail() -> None:
     causal_work = [sum(row + 1 for run in runs for row in range(*run)) for runs in rows.runs]
     assert set(causal_work) == {34}
     assert rows.window(1, 15).counts == (2, 4, 4, 4)
+
+
+@pytest.mark.parametrize("name", ["log_softmax", "softmax", "logsumexp"])
+def test_vocabulary_shards_work_on_rows(name: str) -> None:
+    """Logits stay on their rank: gathered ones would take the memory of the whole sequence."""
+    logits, parts = torch.randn(2, 5, 8, dtype=torch.float64), VocabShards(8)
+    expected = getattr(torch, name)(logits, -1)
+
+    def run(group: ThreadGroup) -> tuple[torch.Tensor, RowMode]:
+        mode = RowMode(group)
+        with mode:
+            out = getattr(parts, name)(mode.take_own_rows(logits, 1), -1)
+        return row_exchange.leave_section(out, group), mode
+
+    for found, mode in run_thread_ranks(2, run):
+        assert torch.allclose(found, expected) and not mode.gathered
