@@ -3,7 +3,7 @@
     python -m tools.check_sharded_memory [WAY ...]     prints a table; `--json FILE` writes it
 
 A language model of eight layers trains on two gloo ranks, distributed in each way. Ways named `long` train
-one of four layers on a sample of 8,192 tokens, on one rank or on two that share its rows. Measured is the
+one of four layers on a sample of 8,192 tokens, with and without ranks that share its rows. Measured is the
 peak resident memory of a process during the second and third step, without what it had before it built the
 model, and without pages of libraries, which training reads in under each way. A rank reuses freed memory in
 the next step; here its C library is set to map tensors one by one, parameters too, so that freed ones are
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from secc.bounds.traffic import parameter_bytes
@@ -41,7 +42,7 @@ class MeasuredShape:
     micro_batch: int
 
 
-SHORT, LONG = MeasuredShape(8, 512, 384, 8, 2), MeasuredShape(4, 128, 8192, 1, 1)
+SHORT, LONG = MeasuredShape(8, 512, 384, 8, 2), MeasuredShape(4, 256, 8192, 1, 1)
 PINS_BY_WAY = {  # pins of the section
     "none": TWO_REPLICAS,
     "zero1": (*TWO_REPLICAS, "sharding=zero1"),
@@ -51,7 +52,13 @@ PINS_BY_WAY = {  # pins of the section
     "pp 2": ("dp=1", "pp=2"),
     "long": ("dp=1",),
     "long, cp 2": ("dp=1", "cp=2"),
+    "long, cp 2, zero3": ("dp=1", "cp=2", "sharding=zero3"),
+    "long, tp 2": ("dp=1", "tp=2"),
+    "long, cp 2, tp 2": ("dp=1", "cp=2", "tp=2"),
+    "long, pp 2": ("dp=1", "pp=2"),
+    "long, cp 2, pp 2": ("dp=1", "cp=2", "pp=2"),
 }
+DEGREES = ("dp=", "cp=", "tp=", "pp=")
 MEASURED_MODEL_TEXT = """
 import ctypes
 import os
@@ -109,14 +116,14 @@ def dataset():
 
 
 def compare_resident_memory(way: str, folder: Path) -> tuple[float, float, float]:
-    """(predicted, measured, parameters and states alone) bytes of the rank with more resident memory."""
+    """(predicted, measured, parameters and states alone) bytes of the rank with most resident memory."""
     path, plan = folder / "model.py", folder / "plan"
     shape = LONG if way.startswith("long") else SHORT
     constants = f"LAYERS, HIDDEN, TOKENS = {shape.layers}, {shape.hidden}, {shape.tokens}\n"
     path.write_text(constants + MEASURED_MODEL_TEXT)
     first = ("sharding=none", f"micro_batch={shape.micro_batch}", "recompute=none")
     pins = tuple(f"model.{pin}" for pin in (*first, *PINS_BY_WAY[way]))
-    ranks = 1 if way == "long" else 2
+    ranks = prod(int(pin.partition("=")[2]) for pin in PINS_BY_WAY[way] if pin.startswith(DEGREES))
     options = CompileOptions(
         cluster=f"local:{ranks}", global_batch=shape.batch, max_sections=1, fuse=False, set=pins
     )
@@ -134,7 +141,8 @@ def compare_resident_memory(way: str, folder: Path) -> tuple[float, float, float
     resident, rank = max((float((folder / str(r)).read_text()), r) for r in range(ranks))
     section = next(s for s in compiled.plan.sections if rank in s.mesh.ranks)
     states = STATE_COPIES * sum(parameter_bytes(compiled.plan, name) for name in section.params)
-    return section.memory_gib * 2**30, resident, states
+    sharing = section.mesh.dp * section.mesh.cp if section.sharding == "zero3" else 1
+    return section.memory_gib * 2**30, resident, states / (section.mesh.tp * sharing)
 
 
 def main() -> None:
@@ -146,8 +154,8 @@ def main() -> None:
     options = parser.parse_args()
     table = BenchmarkTable(
         ("way", "predicted, MiB", "resident, MiB", "error", "of these activations, MiB"),
-        "Predicted against resident memory of gloo ranks; the rank that has more. Activations: resident "
-        "without parameters, gradients and optimizer states, for ways that share none of these.",
+        "Predicted against resident memory of gloo ranks; the rank that has most. Activations: resident "
+        "without the rank's parameters, gradients and optimizer states.",
         options.json,
     )
     for way in options.ways:
