@@ -145,6 +145,11 @@ class SectionModule(nn.Module):
             return known.read(own, self.places.places.to(own.device))
         return self.places.place_rows(own)
 
+    def sample_count(self) -> int:
+        """Return the number of samples of the running micro-batch."""
+        assert self.places is not None
+        return len(self.places.places)
+
     def batch_samples(self) -> int:
         """Return the number of samples of the global batch."""
         assert self.places is not None

@@ -28,6 +28,7 @@ from secc.ir.dialect.ops import (
     GraphOp,
     GuardOp,
     InputOp,
+    KeyOp,
     LeafOp,
     OutputOp,
     ParamOp,
@@ -39,6 +40,7 @@ from secc.ir.dialect.ops import (
     strings_of,
 )
 from secc.ir.dialect.readable_names import SETTINGS_ATTRIBUTE, strip_wrappers
+from secc.ir.dialect.tensor_type import tensor_type
 from secc.ir.text_io.verifier import source_line
 from secc.runtime.plan.schema import ALL_SAMPLES
 from secc.runtime.sections import autograd_functions
@@ -113,7 +115,19 @@ class BodyPrinter:
             return f"size[{string_literal(name)}]"
         if name == ALL_SAMPLES:
             return "self.batch_samples()"
-        return f"batch[{string_literal(declared.key.data)}].shape[{declared.dim.data}]"
+        if declared.key.data:
+            return f"batch[{string_literal(declared.key.data)}].shape[{declared.dim.data}]"
+        return self._sample_count_source(name)
+
+    def _sample_count_source(self, name: str) -> str:
+        """The number of samples of a micro-batch where no input has that many rows: from one with a multiple
+        of it, such as both texts of each pair, or else from the section."""
+        for key in (op for op in self.graph.body.block.ops if isinstance(op, KeyOp) and op.optional is None):
+            for dim, size in enumerate(tensor_type(key.result).shape):
+                times = size / size_expr.size_symbol(name)
+                if times.is_Integer:
+                    return f"batch[{string_literal(key.key.data)}].shape[{dim}] // {times}"
+        return "self.sample_count()"
 
     def _bind_name(self, value: SSAValue, wish: str) -> str:
         self.names[value] = self.scope.claim_name(value.name_hint or wish)

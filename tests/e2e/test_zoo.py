@@ -34,12 +34,11 @@ def test_all_other_architectures_train_exactly(name: str) -> None:
 
 # what stages take back, with the reason in the plan
 REFUSED_BY_LAYERS = ("florence2", "instructblip", "bart", "donut", "led", "encoder_decoder")
-FAILED_BY_LAYERS = ("reward", "dpo_lora")  # `KeyError: ''`: a fault of this tool or of the capture
+BY_LAYERS = [e.name for e in entries() if e.name not in REFUSED_BY_LAYERS]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [e.name for e in entries() if e.name not in REFUSED_BY_LAYERS + FAILED_BY_LAYERS]
+    "name", [n if n == "reward" else pytest.param(n, marks=pytest.mark.slow) for n in BY_LAYERS]
 )
 def test_capture_by_layers_is_exact_wherever_capture_by_components_is(name: str) -> None:
     if "lora" in name:
