@@ -27,7 +27,7 @@ from secc.ir.analysis.dataflow import (
 from secc.ir.analysis.fusion_report import FUSED_ATTRIBUTE
 from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_block
 from secc.ir.dialect import digraph
-from secc.ir.dialect.ops import BlockOp, CallOp, CaseOp, GraphOp
+from secc.ir.dialect.ops import OUTSIDE_STACK_ATTRIBUTE, BlockOp, CallOp, CaseOp, GraphOp
 from secc.ir.dialect.readable_names import to_identifier
 from secc.ir.dialect.size_expr import Expr
 
@@ -195,10 +195,20 @@ def form_initial_groups(
         known = groups.setdefault(name or (component, when, mode, whole, path in behind), group)
         if known is not group:
             known.absorb(group)
+    _mark_groups_outside_stacks(graph, groups.values())
     idle = [
         b for path, b in graph.blocks.items() if path not in calls and FUSED_ATTRIBUTE not in b.attributes
     ]
     return list(groups.values()) or [BlockGroup([], "", frozenset(), "train", 0.0, False)], idle
+
+
+def _mark_groups_outside_stacks(graph: GraphOp, groups: Iterable[BlockGroup]) -> None:
+    """Says of groups such as a frozen head that they have no stack: another group, active for the same
+    samples, has that of their component."""
+    outside = {p for p, block in graph.blocks.items() if OUTSIDE_STACK_ATTRIBUTE in block.attributes}
+    holders = {(g.component, g.when) for g in groups if not outside.issuperset(g.blocks)}
+    for group in groups:
+        group.has_stack &= not (outside.issuperset(group.blocks) and (group.component, group.when) in holders)
 
 
 def _blocks_behind_whole(graph: GraphOp) -> set[str]:
@@ -276,7 +286,7 @@ def _case_of(op: CallOp) -> CaseOp:
 
 
 def _has_stack(block: BlockOp, blocks: Iterable[BlockOp]) -> bool:
-    """Whether the block is a stack of layers, holds one or lies in one."""
+    """Whether the block's component has a stack of layers."""
     layers = get_number(block, "layers")
     if layers is not None:
         return layers > 0

@@ -60,8 +60,8 @@ _IDLE_AUTOCAST_NOTE = (
 
 @dataclass(frozen=True)
 class CapturedBlock:
-    """One of the user's modules that is called as it is. `layer_count` counts the layers of its component's
-    stack; 0 for a block outside of the stack, such as a head."""
+    """One of the user's modules that is called as it is. `layer_count` counts the layers of its
+    component's stack; a block `outside_stack`, such as a head, has none of them."""
 
     path: str
     class_name: str
@@ -71,6 +71,7 @@ class CapturedBlock:
     trainable_count: int
     component: str
     layer_count: int
+    outside_stack: bool = False
 
 
 @dataclass(frozen=True)
@@ -483,7 +484,8 @@ def _describe_block(tree: ModuleTree, path: str, call: fx.Node) -> CapturedBlock
         sum(p.numel() for p in parameters.values()),
         sum(p.numel() for p in parameters.values() if p.requires_grad),
         around,
-        tree.stack_depth(around) if tree.is_part_of_stack(path, around) else 0,
+        tree.stack_depth(around),
+        tree.stack_depth(around) > 0 and not tree.is_part_of_stack(path, around),
     )
 
 

@@ -21,6 +21,7 @@ from secc.frontend.dataset.statistics import pattern_means
 from secc.ir.analysis import random_ops, recorded_glue, sample_sizes
 from secc.ir.dialect import argument_template, size_expr
 from secc.ir.dialect.ops import (
+    OUTSIDE_STACK_ATTRIBUTE,
     BlockOp,
     CallOp,
     CaseOp,
@@ -190,7 +191,8 @@ def _block_op(block: CapturedBlock, hazards: list[Hazard]) -> BlockOp:
     if coupling:
         worst = min(coupling, key=lambda h: _COUPLING_KINDS.index(h.kind))
         properties["couples"] = CouplingAttr.of(worst.kind, worst.op, worst.where)
-    return BlockOp.create(properties=properties)
+    outside = {OUTSIDE_STACK_ATTRIBUTE: UnitAttr()} if block.outside_stack else {}
+    return BlockOp.create(properties=properties, attributes=outside)
 
 
 class _CaseImporter:

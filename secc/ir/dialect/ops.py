@@ -156,6 +156,10 @@ class KeyOp(LineOp):
     KEYWORDS: ClassVar[Keywords] = (("optional", "optional", FLAG_KIND), ("pads", "pads", TEXTS_KIND))
 
 
+# Of a block: it is no part of its component's stack of layers, as a head.
+OUTSIDE_STACK_ATTRIBUTE = "outside_stack"
+
+
 @irdl_op_definition
 class BlockOp(LineOp):
     """One of the user's modules that is called whole: its class, numbers of parameters (entries), and the
