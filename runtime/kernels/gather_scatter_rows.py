@@ -43,7 +43,9 @@ def _pick_kernel(
         value += tl.load(
             base + row * base_stride + columns, mask=columns < tl.where(source < 0, width, 0), other=0.0
         )
-    value = tl.where(source < count, value, float("nan"))
+    # Not `float("nan")` itself: the interpreter of Triton 3.7 makes no constants of 16 bits.
+    unknown = tl.full((BLOCK,), float("nan"), tl.float32).to(value.dtype)
+    value = tl.where(source < count, value, unknown)
     tl.store(out + row * width + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
