@@ -184,11 +184,27 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
         some and out not in alone and not ctx.carries_samples(r)
         for out, r in zip(outs, op.results, strict=True)
     ]
+    if any(bad and _has_samples_elsewhere(ctx, op, i) for i, bad in enumerate(mixed)):
+        why = "has results of one size in all drawn batches that take this path, so their samples are unknown"
+        remedy = (
+            "let dataset() show more samples of other sizes on this path early, or give more --stats-samples"
+        )
+        return [ctx.refuse_op(op, why, remedy)] * len(op.results)
     without_weights = not block.params.data and ctx.statistic_use is StatisticUse.NONE
     if takes_all or (without_weights and any(mixed)):
         ctx.reducing |= {path} if any(mixed) else set()
         return [LOCAL_STATE] * len(op.results)
     return [take_function_of_sums(ctx, op, why, remedy) if bad else LOCAL_STATE for bad in mixed]
+
+
+def _has_samples_elsewhere(ctx: LossContext, op: CallOp, result: int) -> bool:
+    """Whether the same result of the same block has rows of samples in another case, and as many dims."""
+    rank = len(tensor_type(op.results[result]).shape)
+    calls = (
+        o for case in ctx.graph.cases for o in case.ops if isinstance(o, CallOp) and o.target == op.target
+    )
+    types = (tensor_type(o.results[result]) for o in calls if result < len(o.results))
+    return any(len(kind.shape) == rank and ctx.sample_dims(kind) for kind in types)
 
 
 def _find_misplaced_samples(ctx: LossContext, op: CallOp) -> BadState | None:
