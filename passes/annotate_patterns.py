@@ -1,9 +1,9 @@
 """`annotate-patterns`: finds the optional inputs that a sample needs for a block to run, from the cases that
 call the block.
 
-A predicate (`secc.runtime.plan.sample_predicates`) holds for the patterns of these cases and for no other
-case's: a set of optional inputs of which a sample needs one, or else terms such as "both of two" or "none of
-two". Patterns that no case has are not told apart.
+A predicate (`secc.runtime.plan.sample_predicates`) holds for the patterns of the cases that call the block,
+and for the pattern of no other case. It lists single optional inputs, and a sample needs one of them; where
+no such list does, it has terms such as `a&b` or `!a&!b`. For patterns without a case it may say either.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xdsl.ir import Operation
 from xdsl.passes import ModulePass
 
 from secc.ir.dialect.ops import CallOp, InputOp, graph_of, strings_attr, strings_of
-from secc.runtime.plan.sample_predicates import format_term, is_active, term_holds
+from secc.runtime.plan.sample_predicates import format_term, term_holds
 
 InputPattern = frozenset[str]
 
@@ -56,23 +56,20 @@ def find_predicate(
             return tuple(sorted(found))
     terms = list[str]()
     for pattern in sorted(active, key=sorted):
-        if not is_active(terms, pattern) or not terms:
+        if not any(term_holds(term, pattern) for term in terms):
             terms.append(_find_term(pattern, inactive, keys))
     return tuple(terms)
 
 
 def _find_term(pattern: InputPattern, inactive: set[InputPattern], keys: Sequence[str]) -> str:
-    """A term that holds for a pattern and for no inactive one, with as few inputs as dropping one after the
-    other leaves: first those that a sample would have to lack, later keys first."""
-    having, lacking = [k for k in keys if k in pattern], [k for k in keys if k not in pattern]
-    for some in (lacking, having):
-        for key in reversed(tuple(some)):
-            some.remove(key)
-            term = format_term(having, lacking)
-            if not term or any(term_holds(term, p) for p in inactive):
-                some.append(key)
-                some.sort(key=keys.index)
-    return format_term(having, lacking)
+    """A term that holds for a pattern and for no inactive one. From the term that asks about all keys, each
+    key is dropped in turn if the rest suffices: first those that the pattern lacks, later ones first."""
+    kept = list(keys)
+    for key in sorted(reversed(keys), key=lambda k: k in pattern):
+        fewer = [k for k in kept if k != key]
+        if all(any((k in p) != (k in pattern) for k in fewer) for p in inactive):
+            kept = fewer
+    return format_term([k for k in kept if k in pattern], [k for k in kept if k not in pattern])
 
 
 def _batch_keys_behind(calls: Iterable[Operation]) -> set[str]:

@@ -267,10 +267,10 @@ def summarize(rows: Sequence[Row]) -> str:
         f"{sum(r.check_seconds for r in rows):.0f} s to check."
     )
     if opened := [r for r in rows if r.layers != SKIPPED]:
-        taken_back = [r.name for r in opened if r.layers != EXACT]
+        others = [r.name for r in opened if r.layers != EXACT]
         lines.append(
-            f"By layers: {len(opened) - len(taken_back)} of {len(opened)} exact"
-            + (f"; taken back: {', '.join(taken_back)}." if taken_back else ".")
+            f"By layers: {len(opened) - len(others)} of {len(opened)} exact"
+            + (f"; not exact: {', '.join(others)}." if others else ".")
         )
     causes: dict[str, list[str]] = defaultdict(list)
     for r in rows:

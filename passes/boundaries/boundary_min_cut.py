@@ -101,19 +101,16 @@ class BoundaryCut:
             network.add_case_ops()
         side = self.cut.min_cut_sink_side()
         if side is None:
-            return self._allow_some_samples().find_dst_ops() if self.every_sample else None
+            return self._changed(every_sample=False).find_dst_ops() if self.every_sample else None
         found = {op for network in networks for op in network.case.ops if network.at[op] in side}
         if self.move_blocks and self._moved_share(found) > _MOVED_SHARE:
-            return self._keep_blocks().find_dst_ops()
+            return self._changed(move_blocks=False).find_dst_ops()
         return found
 
-    def _allow_some_samples(self) -> BoundaryCut:
-        return BoundaryCut(self.graph, self.src, self.dst, self.prices, self.move_blocks, every_sample=False)
-
-    def _keep_blocks(self) -> BoundaryCut:
-        return BoundaryCut(
-            self.graph, self.src, self.dst, self.prices, move_blocks=False, every_sample=self.every_sample
-        )
+    def _changed(self, **options: bool) -> BoundaryCut:
+        """The cut of the same pair with other options."""
+        known = {"move_blocks": self.move_blocks, "every_sample": self.every_sample}
+        return BoundaryCut(self.graph, self.src, self.dst, self.prices, **known | options)
 
     def _moved_share(self, dst_ops: Collection[Operation]) -> float:
         """The share of the expected work of `src` that `dst` would do with these ops."""

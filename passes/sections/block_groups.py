@@ -203,8 +203,8 @@ def form_initial_groups(
 
 
 def _mark_groups_outside_stacks(graph: GraphOp, groups: Iterable[BlockGroup]) -> None:
-    """Says of groups such as a frozen head that they have no stack: another group, active for the same
-    samples, has that of their component."""
+    """Clears `has_stack` of groups such as a frozen head, if another group that is active for the same
+    samples has the layers of their component."""
     outside = {p for p, block in graph.blocks.items() if OUTSIDE_STACK_ATTRIBUTE in block.attributes}
     holders = {(g.component, g.when) for g in groups if not outside.issuperset(g.blocks)}
     for group in groups:

@@ -89,7 +89,7 @@ def _attend_in_entries(mode: RowMode, mark: RowMark, given: dict[str, Any], more
     broadcasts = any(len(shape) > query.ndim for shape in shapes)
     if broadcasts or sizes[:3] != [size] * 3 or any(n not in (1, size) for n in sizes):
         return mode.gather_for(F.scaled_dot_product_attention, [], given)
-    own = {name: mode.match(t, common) for name, t in operands.items() if t is not None}
+    own = {name: mode.match_rows(t, common) for name, t in operands.items() if t is not None}
     with mode.drawing(mark, query.device) if dropout else nullcontext():
         out = F.scaled_dot_product_attention(
             **own, dropout_p=dropout, is_causal=bool(given.get("is_causal")), **more

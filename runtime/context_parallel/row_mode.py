@@ -111,7 +111,7 @@ class RowMode(TorchFunctionMode):
         """Returns the rows of a whole tensor that match `mark`, marked."""
         return set_mark(row_exchange.take_rows(whole, mark, self.group.index), mark)
 
-    def match(self, value: Any, common: RowMark) -> Any:
+    def match_rows(self, value: Any, common: RowMark) -> Any:
         """Returns an operand's rows that match `common`, where its dim, counted from the end, is not of size
         1; values that are no tensors as they are."""
         if not isinstance(value, torch.Tensor):

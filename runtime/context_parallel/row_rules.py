@@ -147,8 +147,8 @@ def elementwise_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -
     if not all(_fits(mode, t, common) for t in operands):
         return mode.gather_for(func, args, kwargs)
     args, kwargs = (
-        [mode.match(t, common) for t in args],
-        {k: mode.match(t, common) for k, t in kwargs.items()},
+        [mode.match_rows(t, common) for t in args],
+        {k: mode.match_rows(t, common) for k, t in kwargs.items()},
     )
     return _mark_all(func(*args, **kwargs), mark.at_dim(ndim + common.dim))
 
@@ -330,7 +330,7 @@ def expand_as_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> 
     if mark_of(args[0]) is not None:
         return expand_rule(mode, func, [args[0], wanted], {})
     assert mark is not None
-    matched = mode.match(args[0], mark.at_dim(mark.dim - args[1].ndim))
+    matched = mode.match_rows(args[0], mark.at_dim(mark.dim - args[1].ndim))
     if mark_of(matched) is None:
         return set_mark(set_mark(matched, None).expand(args[1].shape), mark)
     return expand_rule(mode, func, [matched, wanted], {})
@@ -537,7 +537,7 @@ def matmul_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) -> Any
     left, right = (None if (m := mark_of(t)) is None else m.at_dim(m.dim - t.ndim) for t in (a, b))
     common = next((m for m in (left, right) if m is not None and m.dim < -2), None)
     if common is not None:
-        a, b = mode.match(a, common), mode.match(b, common)
+        a, b = mode.match_rows(a, common), mode.match_rows(b, common)
     elif left is not None and left.dim == -2:
         common, (b,) = left, mode.gather([b])
     elif right is not None and right.dim == -1:
@@ -674,7 +674,7 @@ def multi_head_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named) ->
     )
     if mark is None or mark.dim != 1 or not alike or masks or drops:
         return mode.gather_for(func, args, kwargs)
-    own = {name: mode.match(t, mark.at_dim(-2)) for name, t in attended.items()}
+    own = {name: mode.match_rows(t, mark.at_dim(-2)) for name, t in attended.items()}
     out, weights = func(**given | own)
     return set_mark(out, mark), None if weights is None else set_mark(weights, mark.at_dim(0))
 
@@ -778,7 +778,7 @@ def pointwise_loss_rule(mode: RowMode, func: Any, args: Arguments, kwargs: Named
     divisors = {"none": 1, "sum": 1, "mean": prod(whole), "batchmean": whole[0]}
     if has_old_names or not fits or not alike or reduction not in divisors:
         return mode.gather_for(func, args, kwargs)
-    given |= {name: mode.match(t, common) for name, t in tensors.items()}
+    given |= {name: mode.match_rows(t, common) for name, t in tensors.items()}
     if reduction == "none":
         return set_mark(func(**given), mark)
     total = sum_over_ranks(func(**given | {"reduction": 2 if is_op else "sum"}), mode.group)

@@ -54,7 +54,7 @@ def evaluate_expr_columns(text: str | int, columns: SizeColumns, count: int) -> 
     """
     try:
         if count >= MIN_TENSOR_ROWS:
-            values = _split_into_steps(str(text)).evaluate(columns)
+            values = _split_into_steps(str(text)).evaluate_columns(columns)
             if values is not None:
                 return values
         value = _compile_column_expr(str(text))(columns)
@@ -112,8 +112,9 @@ def _compile_column_expr(text: str) -> Callable[[SizeColumns], int | list[int]]:
 
 
 class _ColumnSteps:
-    """An expression as steps from numbered values, the columns of `symbols`, to further ones, of which
-    `result` is the expression's. Equal subexpressions share a step.
+    """An expression as a list of operations on numbered values. The first values are the columns of
+    `symbols`, and each step adds one; value `result` is that of the expression. Equal subexpressions share a
+    step.
     """
 
     def __init__(self, text: str) -> None:
@@ -144,7 +145,7 @@ class _ColumnSteps:
             self.steps.append(step)
         return self._numbers[step]
 
-    def evaluate(self, columns: SizeColumns) -> list[int] | None:
+    def evaluate_columns(self, columns: SizeColumns) -> list[int] | None:
         """Returns the values of all rows; None where that takes Python's integers: an intermediate result
         may exceed int64, or a divisor is no constant. Raises KeyError for an unknown symbol.
         """

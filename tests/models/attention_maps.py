@@ -1,4 +1,4 @@
-"""A captioner whose layers keep their attention maps as attributes: the model adds their entropy to the
+"""A captioner in which layers keep attention maps as attributes: the model adds their entropy to the
 loss. The losses have trained weights, and a part of each layer is checkpointed."""
 
 from __future__ import annotations

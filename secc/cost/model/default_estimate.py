@@ -40,9 +40,9 @@ class CallCost:
         those of queries and results, if they can exchange heads. key_heads: of keys, the largest common
         divisor of all layers; 0 if unknown.
     pieces: whole frames or windows that ranks of cp get, 0 if they get rows. `exchanged` leaves out layers
-        that attend within them; the others attend to `parts`. entries: of the batch of the first layer's
-        hidden states, whole ones of which ranks may have instead. unshared: bytes kept before the first
-        layer, which each rank has whole.
+        that attend within them; the others attend to `parts`. entries: the size of the batch
+        that the first layer works on; ranks may divide it in place of rows. unshared: bytes kept before the
+        first layer, which each rank has whole.
     peak: for a call without backward, the most bytes it has allocated and not yet freed, including its
         results.
     """

@@ -156,7 +156,7 @@ class KeyOp(LineOp):
     KEYWORDS: ClassVar[Keywords] = (("optional", "optional", FLAG_KIND), ("pads", "pads", TEXTS_KIND))
 
 
-# Of a block: it is no part of its component's stack of layers, as a head.
+# Of a block that lies outside of its component's stack of layers, such as a head.
 OUTSIDE_STACK_ATTRIBUTE = "outside_stack"
 
 

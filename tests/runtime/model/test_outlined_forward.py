@@ -167,7 +167,7 @@ class Outsourced(Recurrent):
 
 
 class Doubled(Recurrent):
-    """Calls its base, whose methods it overrides."""
+    """Overrides methods of its base class and calls the base class's with `super()`."""
 
     def advance(self, state: torch.Tensor) -> torch.Tensor:
         return 2 * super().advance(state)
