@@ -123,6 +123,11 @@ def value_to_tensor(key: str, value: Any) -> torch.Tensor:
     )
 
 
+def drop_values(sample: Sample) -> dict[str, Any]:
+    """Return the sample with tensors on the meta device, of which only shapes and dtypes are left."""
+    return {k: v if _is_text(v) else value_to_tensor(k, v).to("meta") for k, v in sample.items()}
+
+
 def _choose_batch_ndim(shapes: list[tuple[int, ...]], optional: bool) -> int:
     """Number of dims in a batch. Stacks of images are concatenated: those of varying number, those of one
     image each (`[1, channels, height, width]`, as image processors return), and, where only some samples have

@@ -28,7 +28,7 @@ from torch.utils.data import ConcatDataset
 from secc.runtime.errors import UserError
 from secc.runtime.host.hidden_ranks import hidden_ranks
 from secc.runtime.model.counted_stream import CountedStream
-from secc.runtime.model.default_collate import DefaultCollate
+from secc.runtime.model.default_collate import DefaultCollate, drop_values
 from secc.runtime.model.deferred_scalar import unwrap_deferred_scalar
 from secc.runtime.model.function_blocks import add_function_block
 from secc.runtime.model.imported_code import forget_changed_modules
@@ -232,9 +232,14 @@ class UserModel:
         """Return the reader of a stream's first samples."""
         return self._first_samples.setdefault(source.first_id, _FirstSamples(source))
 
-    def use_small_dataset(self) -> None:
-        """Use `small_dataset()` instead of `dataset()` and `sizes` from now on, if the file defines it."""
-        self._uses_small_dataset = self.defines("small_dataset")
+    def with_small_dataset(self) -> UserModel:
+        """Return this model file with the samples of `small_dataset()`, to which `sizes` does not apply; the
+        file as it is if it defines none."""
+        if self._uses_small_dataset or not self.defines("small_dataset"):
+            return self
+        user = copy.copy(self)
+        user._uses_small_dataset, user._cached_sources, user._first_samples = True, None, {}
+        return user
 
     def for_evaluation(self, window: int = 1024) -> UserModel:
         """Return this model file with the samples of `eval_dataset()` as its dataset, those of several sets
@@ -371,6 +376,14 @@ class UserModel:
         if self._growing_lists is None and may_hold_growing_lists(batch):
             self._growing_lists = self._survey_growing_lists()
         return flatten_batch(batch, self.function_source_line("collate"), self._growing_lists or {})
+
+    def collate_shapes(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Collate `samples` as `collate` does, for shapes and dtypes: by the default rules, tensors lie on
+        the meta device, which saves copies of long samples."""
+        if self.defines("collate") or self._packs:
+            return self.collate(samples)
+        with self._errors_located_in_dataset():
+            return self.collate([drop_values(s) for s in samples])
 
     def _call_collate(self, samples: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Call the user's `collate` and check that it returns a dict."""

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from secc.runtime.model.deferred_scalar import DeferredScalar
 from secc.runtime.recorder import nested_values
+from secc.runtime.recorder.meta_rules import DEVICE_QUERY, run_with_rule
 from secc.runtime.recorder.shortcuts import SHORTCUT_FUNCTIONS
 
-DEVICE_QUERY = torch.ops.prim.device.default
 _READER_KINDS: dict[Any, str] = {
     torch.Tensor.tolist: "tolist",
     torch.Tensor.numpy: "numpy",
@@ -94,7 +94,7 @@ class OpInterceptor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_QUERY and self._listener.paused:
-            return func(*args)  # autograd asks for it at each result, which is slow for hundreds of windows
+            return run_with_rule(func, args, {})
         handle = self._listener.on_block_op if self._listener.paused else self._listener.on_glue_op
         return handle(func, args, kwargs or {})
 

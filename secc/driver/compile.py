@@ -282,7 +282,7 @@ def load_and_capture(
     with time_step("read the model file"):
         user = load_model_file(path)
         if options.small:
-            user.use_small_dataset()
+            user = user.with_small_dataset()
     with time_step("build the model on the meta device"):
         meta = build_meta_model(user, small=options.small)
         parameters = describe_parameters(meta)

@@ -43,3 +43,20 @@ def test_a_small_model_that_refuses_the_samples_has_no_layers(
     user = load_model_file(path)
     layers = SmallModelLayers(user, survey_dataset(user, 4))
     assert (layers.find_like(nn.Sequential(nn.Linear(8, 64))) is not None) == found
+
+
+SMALL_SAMPLES = """
+def small_dataset():
+    return [{"KEY": torch.ones(5)}] * 4
+"""
+
+
+@pytest.mark.parametrize(("key", "found"), [("x", True), ("y", False)], ids=["same keys", "other keys"])
+def test_a_small_model_runs_on_small_samples_that_have_the_keys_of_the_dataset(
+    tmp_path: Path, key: str, found: bool
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(FILE.format(taken=5) + SMALL_SAMPLES.replace("KEY", key))
+    user = load_model_file(path)
+    layers = SmallModelLayers(user, survey_dataset(user, 4))
+    assert (layers.find_like(nn.Sequential(nn.Linear(8, 64))) is not None) == found

@@ -61,7 +61,7 @@ class FusedAttentionMode(TorchFunctionMode):
             query, key, value = (
                 args[i] if i < len(args) else kwargs[n] for i, n in enumerate(("query", "key", "value"))
             )
-            queries = query[..., 0].numel() * (query.shape[-1] + value.shape[-1]) * query.element_size()
+            queries = query.shape[:-1].numel() * (query.shape[-1] + value.shape[-1]) * query.element_size()
             heads = key.shape[1] // getattr(key, _REPEATS_ATTRIBUTE, 1) if key.ndim == query.ndim == 4 else 1
             self._count_exchanged(_bytes_once(key) + _bytes_once(value), queries, heads)
             causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)

@@ -9,7 +9,7 @@ other dim cannot be cut into micro-batches and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ def describe_inputs(user: UserModel, survey: DatasetSurvey) -> ModelInputs:
         ShapeObservation(
             values.check_and_get_shapes(b), tuple(values.check_and_get_shapes(s) for s in singles)
         )
-        for b, singles in _collate_batches(user, batches)
+        for b, singles in _collate_batches(user.collate_shapes, batches)
     ]
     tensors = values.dtypes
     for d in survey.drawn_samples:
@@ -72,7 +72,7 @@ def describe_inputs(user: UserModel, survey: DatasetSurvey) -> ModelInputs:
     extents = explain_dims(
         observations, [key for key, dtype in tensors.items() if not dtype.is_floating_point], where
     )
-    pads = find_pads(extents, _collate_batches(user, batches), where)
+    pads = find_pads(extents, _collate_batches(user.collate, batches), where)
     inputs = tuple(
         schema.Input(
             key, _type_name(dtype), extents.dims_of(key), key in survey.optional_keys, pads.get(key, ())
@@ -135,12 +135,12 @@ def _is_same_value(a: Any, b: Any) -> bool:
 
 
 def _collate_batches(
-    user: UserModel, batches: Sequence[Sequence[Sample]]
+    collate: Callable[[Sequence[Sample]], dict[str, Any]], batches: Sequence[Sequence[Sample]]
 ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Yields each batch collated and its samples collated alone; one batch at a time, since images take
     memory."""
     for samples in batches:
-        yield user.collate(samples), [user.collate([s]) for s in samples]
+        yield collate(samples), [collate([s]) for s in samples]
 
 
 def _symbol_sizes(extents: DimRules, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from secc.frontend.dataset.input_symbols import ModelInputs
+from secc.frontend.dataset.small_samples import survey_small_samples
 from secc.frontend.dataset.survey import DatasetSurvey, Sample, sequence_length
 from secc.runtime.errors import UserError
 from secc.runtime.model.user_file import UserModel
@@ -86,7 +87,8 @@ def choose_padding_policy(
     """Returns widths "own" if padding does not reach the loss in any pattern, else "global".
 
     draws: random ops, which draw as plans draw. model: None if it does not fit on this machine; then
-    `small_model()` is tested, and without one that takes the samples the answer is "global".
+    `small_model()` is tested, on samples of `small_dataset()` if there is one. Without a small model that
+    takes the samples the answer is "global".
     """
     if not any(s.is_padded for s in inputs.symbols):
         return PaddingPolicy("own", WidthsReason.UNPADDED)
@@ -96,7 +98,9 @@ def choose_padding_policy(
         return PaddingPolicy("global", WidthsReason.AFFECTED)
     try:
         small = user.build_small_model()
-        if small is not None and _is_padding_never_seen(user, survey, inputs, small, draws):
+        if small is not None and _is_padding_never_seen(
+            user, survey_small_samples(user, survey), inputs, small, draws
+        ):
             return PaddingPolicy("own", WidthsReason.SHOWN_SMALL)
     except Exception:  # random ops of the large model may have other names in the small one
         pass

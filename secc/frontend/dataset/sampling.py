@@ -67,7 +67,7 @@ def survey_dataset(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bo
         )
     if not has_collate:
         user.fit_default_collate(list(samples.values()))
-        shapes = {i: _batch_shapes(user.collate([s])) for i, s in samples.items()}
+        shapes = {i: _batch_shapes(user.collate_shapes([s])) for i, s in samples.items()}
     all_keys = frozenset[str]().union(*shapes.values())
     required = all_keys.intersection(*shapes.values())
     user.check_batch_keys(all_keys, required)

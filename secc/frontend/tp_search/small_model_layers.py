@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from secc.frontend.dataset.small_samples import survey_small_samples
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.tp_search.call_collector import CallCollector
 from secc.frontend.tp_search.find_mapping import ModuleCall
@@ -41,7 +42,7 @@ class SmallModelLayers:
         }
         observer = CallCollector(dict(firsts.values()))
         try:
-            observer.run_model(model, self._user, self._survey)
+            observer.run_model(model, self._user, survey_small_samples(self._user, self._survey))
         except Exception:  # whatever the user's code raises on samples that are not made for it
             return {}
         return {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from secc.frontend.dataset.input_symbols import describe_inputs
-from secc.frontend.dataset.padding_policy import choose_padding_policy
+from secc.frontend.dataset.padding_policy import WidthsReason, choose_padding_policy
 from secc.frontend.dataset.sampling import survey_dataset
 from secc.runtime.model.user_file import load_model_file
 
@@ -63,3 +63,30 @@ def test_few_batches_of_long_samples_are_padded(
     assert all(rows * width**2 <= 2**26 for rows, width in shapes)
     if widths == "own":
         assert len(shapes) == runs  # batches as they are and padded; one long batch padded twice
+
+
+SMALL = """
+def small_model():
+    return Model()
+
+def small_dataset():
+    class Short(Data):
+        def __getitem__(self, i):
+            words = torch.full((5 + i,), 1 + i)
+            return dict(input_ids=words, labels=words, picture=torch.ones(1 + i % 3, 5))
+
+    return Short()
+"""
+
+
+@pytest.mark.parametrize(
+    ("extra", "widths"), [("", "own"), ("+ x.mean()", "global")], ids=["ignored", "in a mean"]
+)
+def test_a_small_model_is_padded_on_small_samples(extra: str, widths: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.replace("EXTRA", extra).replace("LEAST", "4000") + SMALL)
+    user = load_model_file(path)
+    survey = survey_dataset(user)
+    found = choose_padding_policy(user, survey, describe_inputs(user, survey), model=None)
+    assert (found.widths == widths, found.reason is WidthsReason.SHOWN_SMALL) == (True, widths == "own")
+    assert all(width <= 4 * 16 for _, width in user.module.SHAPES)

@@ -14,6 +14,7 @@ from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.runtime.errors import UserError
 from secc.runtime.model.default_collate import DefaultCollate, default_collate
+from secc.runtime.model.user_file import load_model_file
 from secc.runtime.plan.batch_sizes import check_batch_shapes, combine_sizes, pad_batch, read_symbol_sizes
 from secc.runtime.plan.schema import Input, Symbol
 
@@ -178,3 +179,16 @@ def test_a_model_of_processed_images_is_checked_without_a_collate(tmp_path: Path
     compiled = compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=8))
     (checked,) = check_exactness(compiled).plan.checks["patterns"]
     assert checked["exact"]
+
+
+def test_shapes_of_a_batch_are_known_without_values(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(PROCESSED_IMAGES)
+    user = load_model_file(path)
+    samples = [user.load_sample(i) | {"ids": [1] * (2 + i), "name": "a"} for i in range(3)]
+    batch, shapes = user.collate(samples), user.collate_shapes(samples)
+    assert shapes.pop("name") == batch.pop("name")
+    assert {k: (v.shape, v.dtype) for k, v in shapes.items()} == {
+        k: (v.shape, v.dtype) for k, v in batch.items()
+    }
+    assert all(v.is_meta for v in shapes.values())
