@@ -13,6 +13,7 @@ from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.driver.step_preview import preview_step
+from secc.frontend.excerpt.limits import ExcerptLimits
 from secc.report.plan_warnings import plan_warnings
 
 DATA = """
@@ -188,18 +189,27 @@ def small_model():
 
 
 @pytest.mark.parametrize(
-    ("small", "chosen", "widths", "says"),
+    ("small", "chosen", "memory", "widths", "says"),
     [
-        ("", "auto", "global", "too large to be run here"),
-        (SMALL, "auto", "own", "of small_model()"),
-        ("", "own", "own", "nothing was tested"),
+        ("", "auto", 0, "global", "too large to be run here"),
+        ("", "auto", 1 << 30, "own", "with one layer of each kind at its real size (2 of 4 layers)"),
+        (SMALL, "auto", 0, "own", "of small_model()"),
+        ("", "own", 0, "own", "nothing was tested"),
     ],
 )
 def test_widths_of_models_that_are_too_large_to_run(
-    small: str, chosen: str, widths: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: str,
+    chosen: str,
+    memory: int,
+    widths: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are shown on small_model(); without it the report says what padding costs, and what to do."""
+    """They are shown on small_model() or on layers of each kind; where neither runs, the report says what
+    padding costs, and what to do."""
     monkeypatch.setattr(compiler, "MAX_LOCAL_MODEL_BYTES", 0)
+    monkeypatch.setattr(ExcerptLimits, "of_this_machine", lambda: ExcerptLimits(memory))
     path = tmp_path / "model.py"
     path.write_text(DATA + EDGE + small)
     compiled = compile_model(path, CompileOptions(widths=chosen))

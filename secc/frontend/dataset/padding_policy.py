@@ -9,22 +9,29 @@ batch's width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import isqrt
+from math import isfinite, isqrt
 
 import torch
 from torch import nn
 
 from secc.frontend.dataset.input_symbols import ModelInputs
 from secc.frontend.dataset.small_samples import survey_small_samples
-from secc.frontend.dataset.survey import DatasetSurvey, Sample, sequence_length
+from secc.frontend.dataset.survey import DatasetSurvey, InputPattern, Sample, sequence_length
+from secc.frontend.excerpt.first_layers import ExcerptResult, ModelExcerpt
+from secc.frontend.excerpt.limits import CannotRunExcerpt, ExcerptLimits
 from secc.runtime.errors import UserError
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import combine_sizes, pad_batch, read_symbol_sizes
 from secc.runtime.plan.schema import RandomOp
-from secc.runtime.training.eager_reference import PlanRandomness, compare_results, run_eager
+from secc.runtime.training.eager_reference import (
+    GRADIENT_TOLERANCE,
+    PlanRandomness,
+    compare_results,
+    run_eager,
+)
 from secc.runtime.training.widened_floats import widen_batch, widened_floats
 
 # Of a model with fewer parameters all micro-batches of the survey are probed, else two of each pattern.
@@ -52,15 +59,17 @@ class WidthsReason(Enum):
 
 @dataclass(frozen=True)
 class PaddingPolicy:
-    """The widths of micro-batches, "own" or "global", and why."""
+    """The widths of micro-batches, "own" or "global", and why. detail: on what it was shown, or why it could
+    not be."""
 
     widths: str
     reason: WidthsReason
+    detail: str = ""
 
     def as_checks(self, inputs: ModelInputs) -> dict[str, object]:
         """Returns the entries of `checks` in plan.json: the reason, and where narrower widths may do,
         their price and the remedy."""
-        entries: dict[str, object] = {"widths": self.reason.value}
+        entries: dict[str, object] = {"widths": self.reason.value + self.detail}
         if self.reason is WidthsReason.TOO_LARGE:
             price = ", ".join(_describe_price(inputs, s.name) for s in inputs.symbols if s.is_padded)
             remedy = "define small_model(), or give --widths own if padding cannot reach the loss"
@@ -83,12 +92,13 @@ def choose_padding_policy(
     inputs: ModelInputs,
     model: nn.Module | None,
     draws: Sequence[RandomOp] = (),
+    limits: ExcerptLimits | None = None,
 ) -> PaddingPolicy:
     """Returns widths "own" if padding does not reach the loss in any pattern, else "global".
 
     draws: random ops, which draw as plans draw. model: None if it does not fit on this machine; then
-    `small_model()` is tested, on samples of `small_dataset()` if there is one. Without a small model that
-    takes the samples the answer is "global".
+    `small_model()` is tested, on samples of `small_dataset()` if there is one, or else an excerpt of the
+    model within `limits` (default: those of this machine). If neither can be run, the answer is "global".
     """
     if not any(s.is_padded for s in inputs.symbols):
         return PaddingPolicy("own", WidthsReason.UNPADDED)
@@ -104,7 +114,104 @@ def choose_padding_policy(
             return PaddingPolicy("own", WidthsReason.SHOWN_SMALL)
     except Exception:  # random ops of the large model may have other names in the small one
         pass
-    return PaddingPolicy("global", WidthsReason.TOO_LARGE)
+    try:
+        return _probe_excerpt(user, survey, inputs, draws, limits or ExcerptLimits.of_this_machine())
+    except CannotRunExcerpt as error:
+        why = str(error)
+    except Exception as error:  # whatever the user's code raises
+        why = f"its code raises {type(error).__name__} there"
+    detail = f"; one layer of each kind cannot stand for it: {why}"
+    return PaddingPolicy("global", WidthsReason.TOO_LARGE, detail)
+
+
+def _probe_excerpt(
+    user: UserModel,
+    survey: DatasetSurvey,
+    inputs: ModelInputs,
+    draws: Sequence[RandomOp],
+    limits: ExcerptLimits,
+) -> PaddingPolicy:
+    """Pads a batch of each pattern and compares loss, gradients and hidden states of an excerpt of the model.
+    Raises CannotRunExcerpt if it cannot stand for the model, and whatever the user's code raises."""
+    patterns = survey.micro_batch_patterns()
+    batches = [_WidenedBatch(user, inputs, _pick_unpadded(user, survey, p)) for p in patterns]
+    excerpt = ModelExcerpt(user, {token for b in batches for token in b.tokens()}, limits)
+    randomness = PlanRandomness(excerpt.model, draws, inputs.symbols)
+    for batch in batches:
+        own = excerpt.run(batch.own, randomness.draws_for(user, batch.samples))
+        gradients = own.outcome.gradients.values()
+        if not (isfinite(own.outcome.loss) and any(g is not None and bool(g.any()) for g in gradients)):
+            raise CannotRunExcerpt("its loss depends on no weight that gets a gradient there")
+        try:
+            wide = excerpt.run(batch.wide, randomness.draws_for(user, batch.samples, batch.widths))
+        except (UserError, RuntimeError, ValueError, IndexError):
+            return PaddingPolicy("global", WidthsReason.AFFECTED, _describe_excerpt(excerpt))
+        if not compare_results(wide.outcome, own.outcome).is_exact:
+            return PaddingPolicy("global", WidthsReason.AFFECTED, _describe_excerpt(excerpt))
+        if changed := _find_changed_layer(own, wide):
+            raise CannotRunExcerpt(f"padding changes what {changed} returns, which may reach the loss later")
+    return PaddingPolicy("own", WidthsReason.SHOWN, _describe_excerpt(excerpt))
+
+
+def _describe_excerpt(excerpt: ModelExcerpt) -> str:
+    ran, layers = excerpt.layer_counts
+    return f", with one layer of each kind at its real size ({ran} of {layers} layers)"
+
+
+class _WidenedBatch:
+    """A batch as wide as its samples, and padded about as far again, but not beyond the widest drawn sample.
+    An odd number of positions is added, so that it shows in sizes of patches and pools."""
+
+    def __init__(self, user: UserModel, inputs: ModelInputs, samples: list[Sample]) -> None:
+        self.samples, self.own = samples, user.collate(samples)
+        sizes = combine_sizes([read_symbol_sizes(self.own, inputs.symbols)], inputs.symbols)
+        names = [s.name for s in inputs.symbols if s.is_padded and sizes[s.name]]
+        self.widths = {
+            n: max(
+                sizes[n] + _EXTRA_PADDING,
+                min(2 * sizes[n] + _EXTRA_PADDING, max(s[n] for s in inputs.sample_sizes)),
+            )
+            for n in names
+        }
+        self.wide = pad_batch(self.own, inputs.inputs, self.widths)
+
+    def tokens(self) -> Iterator[int]:
+        """Yields the integers in the batch."""
+        for value in (*self.own.values(), *self.wide.values()):
+            if isinstance(value, torch.Tensor) and not value.is_floating_point():
+                yield from value.unique().tolist()
+
+
+def _pick_unpadded(user: UserModel, survey: DatasetSurvey, pattern: InputPattern) -> list[Sample]:
+    """Picks few short samples of one length, which together have the pattern."""
+    batches = survey.compose_batches(pattern, even=True)
+    samples = min(batches, key=lambda batch: len(batch) * max(map(sequence_length, batch)))
+    return samples[:1] if pattern <= user.collate(samples[:1]).keys() else samples
+
+
+def _find_changed_layer(own: ExcerptResult, wide: ExcerptResult) -> str:
+    """Returns the path of a layer that ran in only one of two runs, or that does not return the same for the
+    positions that both have; "" without one. Padding comes at one end of a dim."""
+    for narrow, padded in zip(own.layers, wide.layers, strict=False):
+        are_alike = narrow.path == padded.path and len(narrow.tensors) == len(padded.tensors)
+        if not are_alike or not all(map(_are_rows_same, narrow.tensors, padded.tensors)):
+            return narrow.path
+    common = min(len(own.layers), len(wide.layers))
+    return next((layer.path for layer in (*own.layers[common:], *wide.layers[common:])), "")
+
+
+def _are_rows_same(own: torch.Tensor, padded: torch.Tensor) -> bool:
+    """Whether `own` is at the start or at the end of each dim of `padded` that is longer."""
+    if own.ndim != padded.ndim:
+        return False
+    for starts in (True, False):
+        rows = padded
+        for dim, size in enumerate(own.shape):
+            if size <= padded.shape[dim]:
+                rows = rows.narrow(dim, 0 if starts else padded.shape[dim] - size, size)
+        if rows.shape == own.shape and float((rows - own).norm()) <= GRADIENT_TOLERANCE * float(own.norm()):
+            return True
+    return False
 
 
 def _is_padding_never_seen(
