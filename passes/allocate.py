@@ -128,16 +128,22 @@ class Allocate(ModulePass):
         """The best plan by simulation, of problems with and without activations in host memory and dealt
         samples; with its problem, and facts about how it was found."""
         won = self._refine_within_memory(solved)
-        if (offloading := self._solve_with_host_memory(solved, won)) is not None:
+        with_host = self._with_host_memory(solved, won)
+        if (
+            with_host is not None
+            and (offloading := self._solve_with_host_memory(solved, with_host)) is not None
+        ):
             other = self._refine_within_memory(offloading)
             if other.evaluation.fits and other.evaluation.time_ns < won.evaluation.time_ns:
                 solved, won = offloading, other
         dealt = self._choose_dealing(solved, won)
         facts = _dealing_facts(dealt)
-        if (asked := self._price_as_dealt(solved)) is not None:
+        # Host memory may pay only with dealt samples, where what it saves no longer waits for other sections.
+        asked = self._price_as_dealt(solved if with_host is None else replace(solved, work=with_host))
+        if asked is not None:
             solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
             if solution is not None:
-                priced = replace(solved, problem=asked, solution=solution)
+                priced = replace(solved, work=with_host or solved.work, problem=asked, solution=solution)
                 other = self._choose_dealing(priced, self._refine_within_memory(priced))
                 steps = dealt.refined.evaluation.time_ns, other.refined.evaluation.time_ns
                 if other.refined.evaluation.fits and (
@@ -222,9 +228,9 @@ class Allocate(ModulePass):
         }
         return [stage for stage in self.stages if stage not in self.set] if offloads == {"none"} else []
 
-    def _solve_with_host_memory(self, solved: SolvedAllocation, won: RefinedPlan) -> SolvedAllocation | None:
-        """The best plan by closed forms where host memory may be used as well, None unless that may save
-        time: frozen layers fill much of a device, or layers run again and copies would take less."""
+    def _with_host_memory(self, solved: SolvedAllocation, won: RefinedPlan) -> Workload | None:
+        """The work with host memory where using it may save time: frozen layers fill much of a device, or
+        layers run again and copies would take less; None elsewhere."""
         chosen = {s: cs[won.assignment.choice[s]] for s, cs in solved.problem.sections.items()}
         work = solved.work.with_offloads((*solved.work.offloads, "activations", "weights"))
         device = work.cluster.device
@@ -236,9 +242,10 @@ class Allocate(ModulePass):
         )
         activations = any(may_copy_in_place_of_recomputing(work, load, c) for load, c in loads)
         offloads = [*(["weights"] if weights else []), *(["activations"] if activations else [])]
-        if not offloads:
-            return None
-        work = solved.work.with_offloads(tuple(offloads))
+        return solved.work.with_offloads(tuple(offloads)) if offloads else None
+
+    def _solve_with_host_memory(self, solved: SolvedAllocation, work: Workload) -> SolvedAllocation | None:
+        """The best plan by closed forms of `work`, which may use host memory; None unless it is shorter."""
         asked = self._build_problem(work, solved.pins, solved.run_ahead, free=True)
         solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
         if solution is None or solution.time_ns >= solved.solution.time_ns:

@@ -92,6 +92,52 @@ def test_ranks_are_divided_by_what_dealt_samples_cost() -> None:
     assert solver["simulated_s"] == min(solver["dynamic_cp"]["sections"]["lm"].values())
 
 
+TEACHER = """
+  sec.block "teacher" class "Teacher" params 32000000000 trainable 0 layers 48 {
+    bytes = 64000000000 : i64, trainable_bytes = 0 : i64, tp = [2, 4, 8]}
+  sec.section "teacher" mode "forward" when [] blocks ["teacher"]
+"""
+TEACHER_CALL = """
+    %t = sec.call "teacher" (%ids) args "$0" outs [""] in @teacher {
+      flops = "64000000000*B*S", work = "64000000000*B*S", attention = "1050000*B*S**2",
+      attention_work = "1050000*B*S**2", saved = "0", moved = "160000000*B*S", exchanged = "400000*B*S",
+      ops = 1600 : i64, cost = "counted", narrow = 5120 : i64, layers = 48 : i64}
+      : !sec.tensor<[B, S, 64], bf16>
+"""
+
+
+def test_frozen_weights_may_leave_for_dealt_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of a teacher on the host save nothing where all samples are divided, since it waits for its
+    student. They do where the student deals its samples."""
+    monkeypatch.setattr(Allocate, "_solve_with_host_memory", lambda *_: None)
+    lengths = [round(32_768 / (1 - 0.75 * (0.5 + 37 * i % 64) / 64)) for i in range(64)]
+    text = GRAPH.format(mean=sum(lengths) // 64)
+    text = (
+        text.replace("200000000", "8000000000")
+        .replace("layers 1", "layers 36")
+        .replace("layers = 1", "layers = 36")
+    )
+    text = (
+        text.replace("400000000", "16000000000").replace("16384*", "295000*").replace("2000000*", "3000000*")
+    )
+    text = text.replace('  sec.section "lm"', f'{TEACHER}  sec.section "lm"')
+    call = '    %h = sec.call "lm" (%ids) args "$0" outs'
+    text = text.replace(call, f'{TEACHER_CALL}    %h = sec.call "lm" (%ids, %t) args "$0, $1" outs')
+    module = parse_module(text)
+    graph = graph_of(module)
+    listed = [(frozenset[str](), {"B": 1, "S": n}) for n in lengths]
+    graph.attributes[SAMPLES_ATTRIBUTE] = samples_attr(["B", "S"], listed)
+    graph.widths = StringAttr("own")
+    pins = ("teacher.pp=1", "teacher.cp=1", "lm.tp=1", "lm.pp=1", "lm.dp=1", "lm.recompute=none")
+    Allocate(cluster="2x8xH100", global_batch=24, set=pins).apply(Context(), module)
+    assert {s.sym.data: get_string(s, "offload") for s in graph.sections} == {
+        "teacher": "weights",
+        "lm": "none",
+    }
+    steps = json.loads(get_string(graph, "solver") or "")["dynamic_cp"]["step_s"]
+    assert steps["priced as dealt"] < 0.97 * steps["priced as divided"]
+
+
 def test_what_cannot_be_dealt_is_refused() -> None:
     with pytest.raises(UserError, match="cp, which must be above 1"):
         choose_cp_per(LONG, "cp=1", "cp_per=micro_batch")
