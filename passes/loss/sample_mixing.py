@@ -264,8 +264,10 @@ def find_sum_origin(ctx: LossContext, op: Operation) -> str:
 
 
 def _state_by_shape(ctx: LossContext, op: Computation, index: int) -> ValueState:
-    over = any(ctx.carries_samples(o) for o in op.operands) and not ctx.carries_samples(op.results[index])
-    if over and not _is_byproduct(op, index):
+    result = op.results[index]
+    over = any(ctx.carries_samples(o) for o in op.operands) and not ctx.carries_samples(result)
+    is_empty = 0 in tensor_type(result).shape  # what a mask that is false for this pattern selects
+    if over and not is_empty and not _is_byproduct(op, index):
         return ctx.refuse_op(op, "makes one value of all samples, and is not a sum over them")
     return LOCAL_STATE
 

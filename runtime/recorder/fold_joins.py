@@ -7,6 +7,7 @@ every size.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ _JOIN_OPS = (aten.cat.default, aten.stack.default)
 _GROWING_LIST = "*"  # in the name of an input that has the tensors of such a list one behind the other
 
 
-def fold_joins(recording: Recording) -> Recording:
+def fold_joins(recording: Recording, loops: Collection[str] = ()) -> Recording:
     """Replace joins of all parts of one tensor or of its trimmed rows, in place, and loops over parts; return
-    the recording."""
+    the recording. `loops` are lines that other recordings have as `folded_loops`."""
     fold_trims(recording)
     never_split = set[fx.Node]()
     for node in list(recording.graph.nodes):
@@ -45,7 +46,7 @@ def fold_joins(recording: Recording) -> Recording:
             elif node.target is aten.cat.default and dim == _dim_argument(source, 2, node.meta["shape"]):
                 node.replace_all_uses_with(source.args[0])
     recording.graph.eliminate_dead_code(is_needed)
-    return fold_parts(recording)
+    return fold_parts(recording, loops)
 
 
 def _only_part(node: fx.Node) -> fx.Node | None:

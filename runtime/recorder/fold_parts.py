@@ -1,17 +1,16 @@
-"""Folds loops over the parts of tensors that are cut along dim 0: a loss over `hidden.chunk(4)`, a module
-that is called for `images[k : k + 1]`, one image at a time.
+"""Folds loops over the parts of tensors that are cut along a dim: a loss over `hidden.chunk(4)` or over
+`hidden[:, k : k + 512]`, a module that is called for `images[k : k + 1]`, one image at a time.
 
-Such a loop has one op per part, and parts of a flat batch do not end where samples end. If each part passes
-through the same ops, no op mixes rows, and all results are joined or added up, the loop computes what one
-pass over all rows computes. That pass takes its place, and looks the same at every size.
+Such a loop has one op per part, and the longer a batch, the more parts. If each part passes through the same
+ops, no op mixes parts, and all results are joined or added up, the loop computes what one pass over the whole
+computes. That pass takes its place, and looks the same at every size.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,46 +19,39 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from secc.runtime.recorder.finalize import is_needed
-from secc.runtime.recorder.nested_values import take_at_path
+from secc.runtime.recorder.part_rules import (
+    Cut,
+    adds_up_parts,
+    find_result_cuts,
+    scales_summand,
+    takes_sizes,
+    whole_arguments,
+)
 from secc.runtime.recorder.recording import Recording
 
 aten = torch.ops.aten
+_VIEW_OPS = (aten.reshape.default, aten.slice.Tensor, aten.transpose.int, aten.permute.default)
 _SPLIT_OPS = (aten.split.Tensor, aten.split_with_sizes.default)
-_SUM_REDUCTION = 2
-_NLL_REDUCTION_ARGUMENT = 3
-_DIM_ARGUMENTS: dict[Any, int] = {  # ops along one dim: position of that dim among the arguments
-    aten._log_softmax.default: 1,
-    aten._softmax.default: 1,
-    aten.logsumexp.default: 1,
-    aten.sum.dim_IntList: 1,
-    aten.mean.dim: 1,
-    aten.gather.default: 1,
-    aten.unsqueeze.default: 1,
-    aten.squeeze.dim: 1,
-    aten.select.int: 1,
-}
-_ROW_PRODUCTS: dict[Any, int] = {  # products: position of the operand that may be rows
-    aten.mm.default: 0,
-    aten.addmm.default: 1,
-    aten.embedding.default: 1,
-}
-_SCALINGS = (aten.mul.Tensor, aten.div.Tensor)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A node is part `index` of `whole`, which is cut along dim 0 at `bounds`. Without bounds it is one of
-    `count` summands of the scalar `whole`."""
+    """A node is part `index` of `count` parts of `whole`, which is cut as `cut` says; without a cut, it is
+    one of the summands that add up to `whole`."""
 
     whole: fx.Node
     index: int
     count: int
-    bounds: tuple[int, ...] = ()
+    cut: Cut | None
 
 
-def fold_parts(recording: Recording) -> Recording:
-    """Return the recording with such loops folded; the recording itself if there are none."""
-    if not any(map(_is_cut, recording.graph.nodes)):
+def fold_parts(recording: Recording, loops: Collection[str] = ()) -> Recording:
+    """Return the recording with such loops folded; the recording itself if there are none.
+
+    `loops` are lines ("file:line") that cut tensors into several parts in other recordings. A slice there
+    that takes a whole tensor is the only part of it, so that short batches look like long ones.
+    """
+    if not any(_is_cut(n, loops) for n in recording.graph.nodes):
         return recording
     nodes = dict[fx.Node, fx.Node]()
     graph = fx.Graph()
@@ -68,25 +60,28 @@ def fold_parts(recording: Recording) -> Recording:
     graph.output_node().meta = copy.copy(output.meta)
     for old, new in nodes.items():
         new.meta = dict(old.meta)
-    folder = _PartFolder(graph)
+    folder = _PartFolder(graph, loops)
     if not folder.run():
         return recording
     graph.lint()
     inputs = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
-    return replace(recording, graph=graph, inputs=inputs)
+    folded = recording.folded_loops | folder.lines
+    return replace(recording, graph=graph, inputs=inputs, folded_loops=folded)
 
 
 class _PartFolder:
-    """Folds the loops of one graph in place."""
+    """Folds the loops of one graph in place. `lines` has the lines that cut tensors."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: fx.Graph, loops: Collection[str]) -> None:
+        self._graph, self._loops = graph, loops
         self._parts = dict[fx.Node, _Part]()
         self._node_of_part = dict[tuple[fx.Node, int], fx.Node]()
         self._lifted_calls = list[tuple[fx.Node, list[fx.Node]]]()
+        self.lines = frozenset[str]()
 
     def run(self) -> bool:
         """Fold what can be folded. False if a block would be called twice: the graph is then of no use."""
+        self._merge_equal_views()
         self._find_cuts()
         if not self._parts:
             return False
@@ -104,32 +99,77 @@ class _PartFolder:
             whole in alive and not alive.isdisjoint(calls) for whole, calls in self._lifted_calls
         )
 
-    def _find_cuts(self) -> None:
-        """Find tensors that are cut along dim 0 into two parts or more that cover it."""
-        slices = dict[fx.Node, dict[int, list[fx.Node]]]()
-        for node in self._graph.nodes:
-            if node.target in _SPLIT_OPS and _dim_of_split(node) == 0:
-                items = [u for u in node.users if u.target is operator.getitem]
-                self._add_cut(node.args[0], sorted(items, key=lambda n: n.args[1]))  # type: ignore[arg-type]
-            elif node.target is aten.slice.Tensor and _is_row_slice(node):
-                slices.setdefault(node.args[0], {}).setdefault(node.args[2], []).append(node)  # type: ignore[arg-type]
-        for source, by_start in slices.items():
-            self._add_cut(source, [by_start[start][0] for start in sorted(by_start)])
-            for same in by_start.values():
-                for again in same[1:]:
-                    if same[0] in self._parts:
-                        again.replace_all_uses_with(same[0])
+    def _merge_equal_views(self) -> None:
+        """Let equal views of one tensor be one node: loops slice `labels.flatten()` once per part."""
+        known = dict[Any, fx.Node]()
+        for node in list(self._graph.nodes):
+            if node.target in _VIEW_OPS and not node.kwargs:
+                key = node.target, repr(node.args), node.meta["grad"]
+                if known.setdefault(key, node) is not node:
+                    node.replace_all_uses_with(known[key])
+                    self._graph.erase_node(node)
 
-    def _add_cut(self, source: fx.Node, items: Sequence[fx.Node]) -> None:
+    def _find_cuts(self) -> None:
+        """Find tensors of which two parts or more follow each other along a dim."""
+        slices = dict[tuple[fx.Node, int], list[fx.Node]]()
+        for node in self._graph.nodes:
+            source = node.args[0] if node.args else None
+            if not _is_cut(node, self._loops):
+                continue
+            if node.target in _SPLIT_OPS:
+                items = [u for u in node.users if u.target is operator.getitem]
+                items.sort(key=lambda n: n.args[1])  # type: ignore[arg-type, return-value]
+                if len(items) == len(node.meta.get("results", items)):
+                    self._add_cut(source, items, _dim_of_split(node))  # type: ignore[arg-type]
+            else:
+                dim = int(node.args[1]) % len(node.meta["shape"])
+                slices.setdefault((source, dim), []).append(node)  # type: ignore[arg-type]
+        for (source, dim), nodes in slices.items():
+            self._add_slices(source, nodes, dim)
+
+    def _add_slices(self, source: fx.Node, nodes: Sequence[fx.Node], dim: int) -> None:
+        """Add the cuts that slices of one tensor along one dim make: runs of slices that follow each other,
+        the shortest at each place. Empty slices, which a loop of a fixed number of parts makes of a short
+        batch, end the run if there is one only."""
+        by_start = dict[int, dict[int, fx.Node]]()
+        empty = list[fx.Node]()
+        for node in nodes:
+            start, end = _bounds_of_slice(node, dim)
+            if start < end:
+                by_start.setdefault(start, {})[end] = node
+            else:
+                empty.append(node)
+        ends = {end for by_end in by_start.values() for end in by_end}
+        first_places = [s for s in sorted(by_start) if s not in ends]
+        for start in first_places:
+            items, place = list[fx.Node](), start
+            while place in by_start:
+                end = min(by_start[place])
+                items.append(by_start[place][end])
+                place = end
+            self._add_cut(source, items + (empty if len(first_places) == 1 else []), dim, start)
+
+    def _add_cut(self, source: fx.Node, items: Sequence[fx.Node], dim: int, start: int = 0) -> None:
+        """Let `items` be the parts of `source` from position `start` of dim `dim` on."""
         bounds = [0]
         for item in items:
-            start = bounds[-1] if item.target is operator.getitem else item.args[2]
-            if start != bounds[-1]:
+            bounds.append(bounds[-1] + item.meta["shape"][dim])
+        is_only_part = len(items) == 1 and items[0].meta["where"] in self._loops
+        if len(items) < 2 and not is_only_part:
+            return
+        whole = source
+        if start or bounds[-1] != source.meta["shape"][dim]:
+            if is_only_part:
                 return
-            bounds.append(bounds[-1] + item.meta["shape"][0])
-        if len(items) > 1 and bounds[-1] == source.meta["shape"][0]:
-            for i, item in enumerate(items):
-                self._add_part(item, _Part(source, i, len(items), tuple(bounds)))
+            with self._graph.inserting_before(items[0]):
+                whole = self._graph.call_function(aten.slice.Tensor, (source, dim, start, start + bounds[-1]))
+            shape = list(source.meta["shape"])
+            shape[dim] = bounds[-1]
+            whole.meta = items[0].meta | {"shape": tuple(shape)}
+        cut = Cut(dim, tuple(bounds))
+        for i, item in enumerate(items):
+            self._add_part(item, _Part(whole, i, len(items), cut))
+            self.lines |= {item.meta["where"]}
 
     def _add_part(self, node: fx.Node, part: _Part) -> None:
         self._parts[node] = part
@@ -138,31 +178,43 @@ class _PartFolder:
     # -- one op for all parts ------------------------------------------------------------------------------
 
     def _lift(self, first: fx.Node) -> None:
-        """Add the op that computes all rows at once, if `first` is the first of one op per part."""
-        kind = self._kind_of_parts(first)
-        if kind is None or "draw" in first.meta:
+        """Add the op that computes the whole at once, if `first` is the first of one op per part."""
+        count = self._count_parts(first)
+        if count is None or "draw" in first.meta:
             return
-        siblings = self._siblings(first, kind[0])
+        siblings = self._siblings(first, count)
         if siblings is None:
             return
-        bounds = self._result_bounds(first, siblings, kind[1])
-        if bounds is None:
-            return
-        whole = self._write_whole(first, bounds, kind[1])
+        cuts = {a: p.cut for a in first.all_input_nodes if (p := self._parts.get(a)) and p.cut is not None}
+        if not cuts:
+            if not scales_summand(first, lambda n: isinstance(n, fx.Node) and n in self._parts):
+                return
+            cut = None
+        elif adds_up_parts(first, cuts):
+            cut = None
+        else:
+            shapes = [n.meta.get("shape") for n in siblings]
+            found = find_result_cuts(first, cuts)
+            if None not in shapes:
+                found = [c for c in found if c.has_parts(shapes)]  # type: ignore[arg-type]
+            if not found:
+                return
+            cut = found[0]
+        whole = self._write_whole(first, cut)
         for i, node in enumerate(siblings):
-            self._add_part(node, _Part(whole, i, len(siblings), bounds))
+            self._add_part(node, _Part(whole, i, count, cut))
         if first.op == "call_module":
             self._lifted_calls.append((whole, siblings))
 
-    def _kind_of_parts(self, node: fx.Node) -> tuple[int, tuple[int, ...]] | None:
-        """The number of parts that a node's arguments are the first of, and their bounds; None if arguments
-        are parts of several kinds."""
+    def _count_parts(self, node: fx.Node) -> int | None:
+        """The number of parts that a node's arguments are the first of; None if arguments are parts of
+        several kinds."""
         parts = [p for a in node.all_input_nodes if (p := self._parts.get(a)) is not None]
-        kinds = {(p.index, p.count, p.bounds) for p in parts}
+        kinds = {(p.index, p.count, p.cut and (p.cut.bounds, p.cut.outer)) for p in parts}
         if len(kinds) != 1:
             return None
-        ((index, count, bounds),) = kinds
-        return (count, bounds) if index == 0 else None
+        ((index, count, _),) = kinds
+        return count if index == 0 else None
 
     def _siblings(self, first: fx.Node, count: int) -> list[fx.Node] | None:
         """The nodes that do for the other parts what `first` does for the first one; None if one is
@@ -198,13 +250,12 @@ class _PartFolder:
                 other = self._parts.get(b) if isinstance(b, fx.Node) else None
                 return other is not None and (other.whole, other.index) == (part.whole, index)
             case list() | tuple():
-                sizes = first.target in (aten.reshape.default, aten.expand.default) and a is first.args[1]
                 return (
                     isinstance(b, (list, tuple))
                     and len(a) == len(b)
-                    and all(
-                        (sizes and i == 0) or self._same_argument(x, y, index, first)
-                        for i, (x, y) in enumerate(zip(a, b, strict=True))
+                    and (
+                        takes_sizes(first, a)  # the shapes of the results are compared
+                        or all(self._same_argument(x, y, index, first) for x, y in zip(a, b, strict=True))
                     )
                 )
             case dict():
@@ -214,95 +265,28 @@ class _PartFolder:
             case _:
                 return type(a) is type(b) and a == b
 
-    def _result_bounds(
-        self, first: fx.Node, siblings: Sequence[fx.Node], bounds: tuple[int, ...]
-    ) -> tuple[int, ...] | None:
-        """Where the results' rows end; () for summands of a scalar, None if the op may mix rows."""
-        if not bounds:
-            return () if self._scales_summand(first) else None
-        if _adds_up_rows(first):
-            return ()
-        if first.op == "call_module" or _is_loss_of_rows(first):
-            return bounds
-        if not self._keeps_rows(first, bounds):
-            return None
-        rows = [n.meta["shape"][0] for n in siblings]
-        given = [b - a for a, b in itertools.pairwise(bounds)]
-        ratio = rows[0] // given[0] if given[0] else 1
-        if rows != [n * ratio for n in given]:
-            return None
-        return tuple(b * ratio for b in bounds)
-
-    def _scales_summand(self, node: fx.Node) -> bool:
-        """Whether a node is a summand, or a multiple of one by a factor that is no summand."""
-        if node.target is operator.getitem:
-            return bool(node.args[1] == 0)
-        factor = node.args[1] if len(node.args) == 2 else None
-        return (
-            node.target in _SCALINGS
-            and node.meta["shape"] == ()
-            and self._parts.get(node.args[0]) is not None  # type: ignore[arg-type]
-            and self._parts.get(factor) is None  # type: ignore[arg-type]
-        )
-
-    def _keeps_rows(self, node: fx.Node, bounds: tuple[int, ...]) -> bool:
-        """Whether each row of an op's result is made of the same row of its parts, and of nothing else that
-        has rows."""
-        shape, first = node.meta.get("shape"), bounds[1]
-        if node.op != "call_function" or not shape:
-            return False
-        target, args = node.target, node.args
-        if target is take_at_path:
-            return shape[0] == first
-        if target in _DIM_ARGUMENTS:
-            dims = args[_DIM_ARGUMENTS[target]]
-            rank = max(len(args[0].meta["shape"]), len(shape))  # type: ignore[union-attr]
-            named: Any = dims if isinstance(dims, (list, tuple)) else [dims]
-            return shape[0] == first and bool(named) and all(d % rank != 0 for d in named)
-        if target is aten.slice.Tensor:
-            return args[1] % len(shape) != 0 and shape[0] == first  # type: ignore[operator]
-        if target in _ROW_PRODUCTS:
-            rows = {i for i, a in enumerate(args) if a in self._parts}
-            return rows == {_ROW_PRODUCTS[target]} and shape[0] == first
-        if target in (aten.reshape.default, aten.expand.default):
-            given = args[0].meta["shape"]  # type: ignore[union-attr]
-            if target is aten.expand.default:
-                return given[0] == shape[0] == first and len(given) == len(shape)
-            return given[0] == first and (shape[0] == first or _merges_front(given, shape))
-        tags = getattr(target, "tags", ())
-        pointwise = torch.Tag.pointwise in tags or target in (aten._to_copy.default, aten.clone.default)
-        # Another operand with as many rows would be a tensor that all parts share by chance.
-        others = [a for a in node.all_input_nodes if a not in self._parts]
-        return (
-            pointwise
-            and shape[0] == first
-            and all(len(a.meta["shape"]) < len(shape) or a.meta["shape"][0] == 1 for a in others)
-            and all(len(a.meta["shape"]) == len(shape) for a in node.all_input_nodes if a in self._parts)
-        )
-
-    def _write_whole(self, first: fx.Node, bounds: tuple[int, ...], given: tuple[int, ...]) -> fx.Node:
-        """Write the op that computes all rows in front of the op of the first part. The whole tensors that it
-        takes already stand before that place."""
+    def _write_whole(self, first: fx.Node, cut: Cut | None) -> fx.Node:
+        """Write the op that computes the whole in front of the op of the first part. The whole tensors that
+        it takes already stand before that place."""
 
         def whole_of(node: fx.Node) -> fx.Node:
             return self._parts[node].whole if node in self._parts else node
 
-        args: Any = map_arg(first.args, whole_of)
+        given = first.args if cut is None else whole_arguments(first, cut)
+        args: Any = map_arg(given, whole_of)
         kwargs: Any = map_arg(first.kwargs, whole_of)
-        if first.target in (aten.reshape.default, aten.expand.default):
-            args = (args[0], [bounds[-1], *args[1][1:]])
         with self._graph.inserting_before(first):
             whole = self._graph.create_node(first.op, first.target, args, kwargs)  # type: ignore[arg-type]
         whole.meta = dict(first.meta)
-        rows, old = (bounds or given or (0,))[-1], given[1] if given else None
-        if "shape" in whole.meta and whole.meta["shape"] and bounds:
-            whole.meta["shape"] = (bounds[-1], *whole.meta["shape"][1:])
+        if cut is None:
+            return whole
+        if "shape" in whole.meta:
+            whole.meta["shape"] = cut.whole_shape(whole.meta["shape"])
         if "stride" in whole.meta:
             whole.meta["stride"] = tuple(torch.empty(whole.meta["shape"], device="meta").stride())
         if "results" in whole.meta:
             whole.meta["results"] = [
-                r | {"shape": (rows, *r["shape"][1:])} if r["shape"][:1] == (old,) else r
-                for r in whole.meta["results"]
+                r | {"shape": cut.whole_shape(r["shape"])} for r in whole.meta["results"]
             ]
         return whole
 
@@ -311,34 +295,37 @@ class _PartFolder:
     def _join(self, node: fx.Node) -> bool:
         """Let a node that joins or adds up all parts take the whole; whether it did."""
         args: Any = node.args
-        if node.target is aten.cat.default and (len(args) < 2 or args[1] == 0):
-            found = self._complete(args[0], rows=True)
+        if node.target is aten.cat.default:
+            found = self._complete(args[0], args[1] % len(node.meta["shape"]) if len(args) > 1 else 0)
             if found is not None:
                 node.replace_all_uses_with(found)
             return found is not None
         if node.target is aten.sum.default and args[0].target is aten.stack.default:
-            found = self._complete(args[0].args[0], rows=False)
+            found = self._complete(args[0].args[0], None)
             if found is not None:
                 node.replace_all_uses_with(found)
             return found is not None
         is_last = _is_sum(node) and not any(map(_is_sum, node.users))
         return is_last and self._join_sum(node)
 
-    def _complete(self, items: Any, rows: bool) -> fx.Node | None:
-        """The whole that these nodes are all parts of, in order."""
+    def _complete(self, items: Any, dim: int | None) -> fx.Node | None:
+        """The whole that these nodes are all parts of, in order, if it is cut along `dim`; without a dim, the
+        one that they are all summands of."""
         parts = [self._parts.get(n) for n in items] if isinstance(items, (list, tuple)) else []
         first = parts[0] if parts else None
-        if first is None or bool(first.bounds) != rows or len(parts) != first.count:
+        if first is None or len(parts) != first.count:
+            return None
+        if (first.cut and first.cut.dim) != dim or (first.cut is not None and first.cut.outer != 1):
             return None
         same = all(p is not None and (p.whole, p.index) == (first.whole, i) for i, p in enumerate(parts))
         return first.whole if same else None
 
     def _join_sum(self, root: fx.Node) -> bool:
-        """Replace, in a chain of additions, all summands of a scalar by the scalar."""
+        """Replace, in a chain of additions, all summands of a tensor by that tensor."""
         summands = list(_iter_summands(root, root))
         indices = dict[fx.Node, list[int]]()
         for part in (self._parts.get(s) for s in summands if isinstance(s, fx.Node)):
-            if part is not None and not part.bounds:
+            if part is not None and part.cut is None:
                 indices.setdefault(part.whole, []).append(part.index)
         counts = {p.whole: p.count for p in self._parts.values()}
         complete = [w for w, found in indices.items() if sorted(found) == list(range(counts[w]))]
@@ -365,10 +352,17 @@ class _PartFolder:
         return True
 
 
-def _is_cut(node: fx.Node) -> bool:
-    return (node.target in _SPLIT_OPS and _dim_of_split(node) == 0) or (
-        node.target is aten.slice.Tensor and _is_row_slice(node)
-    )
+def _is_cut(node: fx.Node, loops: Collection[str]) -> bool:
+    """Whether a node takes a tensor apart along a dim, or takes a part of it; at the lines in `loops`, the
+    part may be the whole tensor."""
+    if node.target in _SPLIT_OPS:
+        return True
+    args: Any = node.args
+    if node.target is not aten.slice.Tensor or len(args) != 4:
+        return False
+    dim = args[1] % len(args[0].meta["shape"])
+    part, whole = node.meta["shape"][dim], args[0].meta["shape"][dim]
+    return part < whole or (part == whole and node.meta["where"] in loops)
 
 
 def _dim_of_split(node: fx.Node) -> int:
@@ -376,39 +370,22 @@ def _dim_of_split(node: fx.Node) -> int:
     return int(dim) % len(node.args[0].meta["shape"])  # type: ignore[union-attr]
 
 
-def _is_row_slice(node: fx.Node) -> bool:
+def _bounds_of_slice(node: fx.Node, dim: int) -> tuple[int, int]:
+    """First position of a slice in its tensor, and the one after its last."""
     args: Any = node.args
-    return (
-        len(args) == 4
-        and args[1] % len(args[0].meta["shape"]) == 0
-        and node.meta["shape"][0] < args[0].meta["shape"][0]
-    )
-
-
-def _adds_up_rows(node: fx.Node) -> bool:
-    """Whether a node adds up a tensor, or the losses of its rows."""
-    if node.target is aten.nll_loss_forward.default:
-        return bool(node.args[_NLL_REDUCTION_ARGUMENT] == _SUM_REDUCTION)
-    return node.target is aten.sum.default
-
-
-def _is_loss_of_rows(node: fx.Node) -> bool:
-    """Whether a node gives the losses of a tensor's rows, one by one."""
-    maker: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else node
-    return maker.target is aten.nll_loss_forward.default and maker.args[_NLL_REDUCTION_ARGUMENT] == 0
-
-
-def _merges_front(given: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a reshape merges dim 0 with those behind it, and leaves the others as they are."""
-    merged = len(given) - len(shape) + 1
-    front = 1
-    for size in given[:merged]:
-        front *= size
-    return merged > 1 and front == shape[0] and tuple(given[merged:]) == tuple(shape[1:])
+    size = args[0].meta["shape"][dim]
+    start = max(0, args[2] + size) if args[2] < 0 else args[2]
+    return start, start + node.meta["shape"][dim]
 
 
 def _is_sum(node: fx.Node) -> bool:
-    return node.target is aten.add.Tensor and node.meta.get("shape") == () and not node.kwargs
+    """Whether a node adds two tensors of its own shape, or a number to one."""
+    shape = node.meta.get("shape")
+    return (
+        node.target is aten.add.Tensor
+        and not node.kwargs
+        and all(a.meta.get("shape") == shape for a in node.all_input_nodes)
+    )
 
 
 def _iter_summands(node: Any, root: fx.Node) -> Iterator[Any]:

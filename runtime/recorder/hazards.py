@@ -74,7 +74,7 @@ class BlockWatch:
         if name in _SELECTIONS:
             self._selecting += filter(_is_bool, tree_leaves(args))
         elif (mask := _mask_of_places(name, args)) is not None and not any(
-            mask is m for m in self._selecting
+            _are_same_mask(mask, m) for m in self._selecting
         ):
             self.note_hazard("placed_rows", str(func))
 
@@ -106,6 +106,11 @@ def _mask_of_places(name: str, args: Any) -> torch.Tensor | None:
         return None
     rows, found = args[2], 1 + args[0].dim() - masks[0].dim()
     return masks[0] if rows.dim() == found and rows.shape[0] != 1 else None
+
+
+def _are_same_mask(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two masks are one, or were computed twice: `x[kind == 1]` returns to `y[kind == 1]`."""
+    return a is b or (a.shape == b.shape and not is_fake(a) and not is_fake(b) and torch.equal(a, b))
 
 
 def _is_bool(value: Any) -> bool:

@@ -9,6 +9,8 @@ from torch import nn
 
 from secc.runtime.sections import forward_hooks
 
+_POSITIONWISE = (nn.Linear, nn.Identity, nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, nn.Sigmoid)
+
 
 class RecordedModules:
     """`modules` are all modules by path, as `named_modules` gives them."""
@@ -41,6 +43,11 @@ class RecordedModules:
             module = self._modules[path]
             self._owned_ids[path] = frozenset(id(t) for t in (*module.parameters(), *module.buffers()))
         return self._owned_ids[path]
+
+    def mixed_dims(self, path: str) -> int | None:
+        """How many of the last dims of its argument a block mixes, if it is one of torch's modules that work
+        on each position by itself, or a sequence of them; None for other blocks."""
+        return _mixed_dims(self._modules[path])
 
     def hooked_submodule(self, path: str) -> str | None:
         """Path of a module inside a block that has a user's forward hook; None if there is none."""
@@ -81,3 +88,14 @@ class RecordedModules:
             if type(child) is type(m[0])
         )
         return frozenset(path for path, child in same_class if next(child.parameters(), None) is not None)
+
+
+def _mixed_dims(module: nn.Module) -> int | None:
+    if type(module) is nn.Sequential:
+        mixed = [_mixed_dims(m) for m in module]
+        return None if None in mixed else max((m for m in mixed if m is not None), default=0)
+    if type(module) in (nn.LayerNorm, nn.RMSNorm):
+        return len(module.normalized_shape)
+    if type(module) in _POSITIONWISE:
+        return 1 if type(module) is nn.Linear else 0
+    return None

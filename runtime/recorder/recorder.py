@@ -711,7 +711,9 @@ class Recorder:
                 "pass tensors and plain values, or define its class in an imported module",
             )
             raise self._block_error(path, message, remedy) from None
-        return self._tape.emit_call(path, *arguments)
+        call = self._tape.emit_call(path, *arguments)
+        call.meta["mixed_dims"] = self._recorded_modules.mixed_dims(path)
+        return call
 
     def _run_block(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> BlockRun:
         self._watch = BlockWatch(path, running_module_and_lines(self._paths)[1])

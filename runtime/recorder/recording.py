@@ -9,8 +9,9 @@ A recording's graph is a `torch.fx.Graph` of
 
 Every node's meta has `where` ("file:line"), `module` (path of the module outside of blocks that ran), `grad`
 (grad mode), `autocast` ("" or "cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`. Random
-ops also have `draw`, their name. Calls of blocks have `site`, the lines that lead to them, and `reads` if the
-block reads values of its arguments. Scalars that forward returns with the loss have `log`.
+ops also have `draw`, their name. Calls of blocks have `site`, the lines that lead to them, `mixed_dims`
+(`RecordedModules.mixed_dims`), and `reads` if the block reads values of its arguments. Scalars that forward
+returns with the loss have `log`.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ class Recording:
 
     inputs: placeholders by batch key. ends_early: it ends with the call of a block and has no loss.
     has_idle_calls: forward calls a block with an unused result. shape_deciding_inputs: inputs with shapes
-    that may have decided something.
+    that may have decided something. folded_loops: lines ("file:line") that cut tensors into parts, in loops
+    that are one pass in the graph.
     """
 
     graph: fx.Graph
@@ -162,6 +164,7 @@ class Recording:
     ends_early: bool = False
     has_idle_calls: bool = False
     shape_deciding_inputs: frozenset[str] = frozenset()
+    folded_loops: frozenset[str] = frozenset()
 
     @property
     def reads(self) -> list[Read]:

@@ -194,6 +194,17 @@ def test_a_width_that_forward_computes_from_durations_is_each_micro_batch_s_own(
     )
 
 
+def test_slices_of_positions_and_padding_to_whole_patches_are_explained_by_lengths() -> None:
+    plan = compiled("patched_bytes").plan
+    blocks = {b for s in plan.sections for b in s.blocks}
+    assert {"student.head", "teacher.head"} <= blocks and "notes" not in plan.checks
+
+
+def test_layers_that_send_tokens_to_the_weights_of_their_modality_stay_whole() -> None:
+    plan = compiled("routed_modalities").plan
+    assert "layers.0" in {b for s in plan.sections for b in s.blocks}
+
+
 NAMES = ["listed", "boxes", "per_sample", "kept", "chunked_loss", "task_heads"]
 MORE_NAMES = [
     "weighted_tasks",
@@ -207,6 +218,8 @@ MORE_NAMES = [
     "padded_pairs",
     "one_codebook",
     "repeated_phonemes",
+    "patched_bytes",
+    "routed_modalities",
 ]
 
 

@@ -32,6 +32,7 @@ from secc.runtime.plan.expr_eval import expression_symbols
 from secc.runtime.plan.schema import Symbol
 from secc.runtime.recorder import Recorder
 from secc.runtime.recorder.fold_joins import fold_joins
+from secc.runtime.recorder.fold_parts import fold_parts
 from secc.runtime.recorder.outline import Outline
 from secc.runtime.recorder.serialization import dump_recording, load_recording
 
@@ -80,6 +81,7 @@ class ProbeBatches:
         self._collate, self._check_time = collate, check_time
         self.explanations = SharedExplanations()
         self._deciding_pairs: list[WidthPair] = []  # of widths that Python compares
+        self._folded_loops = frozenset[str]()  # lines that cut tensors into parts, `Recording.folded_loops`
         self.padded_symbols = frozenset(s.name for s in inputs.symbols if s.is_padded)
         rotations = (
             (rotation, [collate(s) for s in survey.compose_batches(pattern, rotation=rotation)])
@@ -110,6 +112,7 @@ class ProbeBatches:
             recordings += self._record_ragged_then_even(ragged, even)
         recordings += self._record_single_samples(recordings)
         recordings += self._record_other_combinations(recordings)
+        recordings = [replace(o, recording=fold_parts(o.recording, self._folded_loops)) for o in recordings]
         alike = [p for p in combinations(self._padded_widths(), 2) if self._are_alike(*p)]
         deciding = find_deciding_pairs(recordings, alike)
         recordings += self._record_width_orders(deciding)
@@ -291,8 +294,9 @@ class ProbeBatches:
 
     def _record_batch(self, b: ProbeBatch) -> ObservedRecording:
         self._check_time()
-        found = ObservedRecording(fold_joins(self._recorder.record(b.batch)), b.sizes)
-        return read_orders(found, self._deciding_pairs)
+        recording = fold_joins(self._recorder.record(b.batch), self._folded_loops)
+        self._folded_loops |= recording.folded_loops
+        return read_orders(ObservedRecording(recording, b.sizes), self._deciding_pairs)
 
     def __call__(self, name: str, size: int) -> ObservedRecording | None:
         """Records the ragged micro-batch that is narrowest along the width symbol `name`, padded to

@@ -141,12 +141,28 @@ class SizeFitter:
         ):
             self.doubt = self.doubt or self._find_far_width(expr)
             yield expr
+        yield from self._fit_remainder(values)
         if found := find_strides(self.size_rows, values, self.moving_symbols, self._padded_symbols):
             self.doubt, self.used_division = (
                 self.doubt or find_telling_length(found, self.size_rows, self._padded_symbols),
                 True,
             )
             yield found[0].to_expr()
+
+    def _fit_remainder(self, values: ValueColumn) -> Iterator[Expr]:
+        """Yields what a length lacks to a multiple of a divisor, as code that pads to whole patches adds, and
+        what it has beyond one. Rows are never padded so."""
+        widths = [n for n in self.moving_symbols if n in self._padded_symbols]
+        for name, sign in itertools.product(widths, (1, -1)):
+            multiples = [row[name] + sign * v for row, v in zip(self.size_rows, values, strict=True)]
+            if min(values) < 0 or math.gcd(*(m - multiples[0] for m in multiples)) < max(values):
+                continue  # they are no multiples of a divisor that is large enough
+            strides = find_strides(self.size_rows, multiples, [name], self._padded_symbols)
+            found = [s for s in strides if not s.factors and s.multiplier == s.divisor >= max(values)]
+            if found:
+                self.doubt = self.doubt or find_telling_length(found, self.size_rows, self._padded_symbols)
+                self.used_division = True
+                yield sign * (found[0].to_expr() - size_symbol(name))
 
     def _find_far_width(self, expr: Expr) -> tuple[str, int] | None:
         """Returns a symbol of a sum of three terms that can be made twice as large as in any observation;

@@ -46,6 +46,19 @@ def test_a_chain_of_convolutions_is_one_division(divisor: int, offset: int) -> N
         assert evaluate_size(found, {"B": 2, "S": length}) == value({"S": length})
 
 
+@given(st.integers(2, 96), st.integers(-3, 3), st.booleans())
+@settings(max_examples=25)
+def test_what_a_length_lacks_to_a_multiple_is_found(divisor: int, offset: int, lacks: bool) -> None:
+    def value(row: dict[str, int]) -> int:
+        return (-row["S"] + offset) % divisor if lacks else (row["S"] + offset) % divisor
+
+    fitter = probed(value)
+    found = fitter.fit_integer([value(r) for r in fitter.size_rows])
+    assert found is not None
+    for length in range(911, 3000, 37):
+        assert evaluate_size(found, {"B": 2, "S": length}) == value({"S": length})
+
+
 def test_a_stride_may_be_scaled_by_other_sizes() -> None:
     def value(row: dict[str, int]) -> int:
         return row["B"] * (2 * ((row["S"] + 3) // 4) + 1)

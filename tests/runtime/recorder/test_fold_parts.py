@@ -52,6 +52,42 @@ def squares(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.stack([head(part.exp() * 2).pow(2).sum() for part in h.split(3)]).sum()
 
 
+def by_positions(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    total, scores = 0.0, list[torch.Tensor]()
+    for k in range(0, h.shape[1] - 1, 1):
+        rows = head(h[:, k : k + 1]).float()
+        scores.append(rows)
+        flat = rows.reshape(-1, rows.shape[-1])
+        total = total + F.cross_entropy(flat, y[:, k + 1 : k + 2].reshape(-1), reduction="sum")
+    return total / y.numel() + torch.cat(scores, 1).softmax(1).pow(2).sum()  # type: ignore[return-value]
+
+
+def of_images(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    parts = zip(h.split(2, 1), y.split(2, 1), strict=True)
+    return sum(F.cross_entropy(head(a).transpose(1, 2), b, reduction="sum") for a, b in parts)  # type: ignore[return-value]
+
+
+def by_sample(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    logps = h.new_zeros(len(h))
+    for rows, labels in zip(h.split(2, 1), y.split(2, 1), strict=True):
+        logps = logps + head(rows).log_softmax(-1).gather(-1, labels[..., None])[..., 0].sum(1)
+    return F.logsigmoid(logps).mean()
+
+
+def of_flat_slices(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    rows, labels, losses = h.flatten(0, 1), y.flatten(), list[torch.Tensor]()
+    for k in range(0, len(labels), 8):
+        part = slice(k, k + 8)
+        losses.append((head(rows[part])[None] - 1).square().mean(-1).mul(labels[part][None] != 0).sum())
+    return torch.stack(losses).sum()
+
+
+def with_an_empty_part(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    rows, size = h.flatten(0, 1), 6
+    parts = [(k * size, min(k * size + size, len(rows))) for k in range(5)]
+    return sum((head(rows[a:b]).square().sum(-1) * y.flatten()[a:b]).sum() for a, b in parts)  # type: ignore[return-value]
+
+
 def of_chunks(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     parts = zip(h.flatten(0, 1).chunk(4), y.flatten().chunk(4), strict=True)
     return sum(F.cross_entropy(head(a), b) for a, b in parts)  # type: ignore[return-value]
@@ -61,13 +97,30 @@ def along_rows(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     return torch.cat([head(part).softmax(0) for part in h.split(3)]).pow(2).sum()
 
 
+def along_positions(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.cat([head(part).cumsum(1) for part in h.split(2, 1)], 1).pow(2).sum()
+
+
+def merged_positions(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    rows = torch.cat([head(part).flatten(0, 1) for part in h.split(2, 1)])
+    return (rows * torch.arange(len(rows))[:, None]).sum()
+
+
+def shared_labels(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    parts = h.flatten(0, 1).split(7)
+    return sum(F.cross_entropy(head(a), y[:, 0], reduction="sum") for a in parts)  # type: ignore[return-value]
+
+
 def neighbours(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     first, second, third = h[:6].split(2)
     return (head(first) * head(second)).sum() + head(third).sum()
 
 
 FOLDED: dict[str, Loss] = {f.__name__: f for f in (chunked, scaled, joined, one_by_one, squares)}
+FOLDED |= {f.__name__: f for f in (by_positions, of_images, by_sample)}
+FOLDED |= {f.__name__: f for f in (of_flat_slices, with_an_empty_part)}
 KEPT: dict[str, Loss] = {f.__name__: f for f in (of_chunks, along_rows, neighbours)}
+KEPT |= {f.__name__: f for f in (along_positions, merged_positions, shared_labels)}
 
 
 @pytest.mark.parametrize("name", [*FOLDED, *KEPT])
