@@ -26,6 +26,7 @@ from secc.passes.loss.coefficient import (
     coefficient_of_factor,
 )
 from secc.passes.loss.loss_context import COUNT_TYPE, LossContext
+from secc.passes.loss.op_tables import LABEL_LOSSES
 from secc.passes.loss.pending_ops import get_argument
 from secc.passes.loss.value_states import SumPart
 
@@ -40,6 +41,9 @@ _PICKING_OPS = frozenset(
     {"index", "index_select", "gather", "repeat", "roll", "flip"}
 )  # from their first operand
 _COPYING_OPS = frozenset({"slice_scatter", "select_scatter", "stack", "cat", "copy"})  # from all operands
+
+
+_MEAN = 1  # torch's number of this reduction
 
 
 class AllLabels(Enum):
@@ -59,12 +63,52 @@ def count_labels(ctx: LossContext, op: Computation) -> Coefficient | None:
         return None
     if isinstance(mask, AllLabels):
         return ctx.entry_count(tensor_type(labels), range(len(tensor_type(labels).dims)))
-    return (
-        None
-        if mask is None
-        else coefficient_of_factor(
-            LeafFactor(ctx.pending.make_glue(op, "aten.sum.default", [mask], "$0", COUNT_TYPE))
-        )
+    return None if mask is None else _count_mask(ctx, op, mask)
+
+
+def count_unignored(ctx: LossContext, op: Computation) -> Coefficient | None:
+    """The number of labels that `op` counts, a sum of `labels != ignored` as label smoothing divides by; None
+    for other sums, and where inputs alone do not determine the number.
+
+    Labels of a block count if a mean over classes takes them, too: that one is guarded by
+    `check_block_labels`.
+    """
+    mask = op.operands[0].owner
+    if not isinstance(mask, GlueOp) or len(tensor_type(op.results[0]).dims):
+        return None
+    if mask.base_name in {"bitwise_not", "logical_not"}:
+        mask = mask.operands[0].owner
+        wanted = "eq"
+    else:
+        wanted = "ne"
+    if not isinstance(mask, GlueOp) or mask.base_name != wanted or len(mask.operands) != 1:
+        return None
+    labels, ignored = mask.operands[0], mask.arguments.args[1]
+    if ctx.is_known_ahead(labels) or not isinstance(ignored, int):
+        return None
+    if isinstance(labels.owner, CallOp) and not _has_guarded_mean(labels, ignored):
+        return None
+    counted = mask_counted_labels(ctx, op, labels, ignored)
+    if isinstance(counted, AllLabels):
+        return ctx.entry_count(tensor_type(labels), range(len(tensor_type(labels).dims)))
+    return None if counted is None else _count_mask(ctx, op, counted)
+
+
+def _has_guarded_mean(labels: SSAValue, ignored: int) -> bool:
+    """Whether a mean over classes takes labels and ignores the same index."""
+    return any(
+        isinstance(use.operation, GlueOp)
+        and use.operation.base_name in LABEL_LOSSES
+        and use.index == 1
+        and get_argument(use.operation, 3, "reduction", _MEAN) == _MEAN
+        and get_argument(use.operation, 4, "ignore_index", -100) == ignored
+        for use in labels.uses
+    )
+
+
+def _count_mask(ctx: LossContext, op: Computation, mask: SSAValue) -> Coefficient:
+    return coefficient_of_factor(
+        LeafFactor(ctx.pending.make_glue(op, "aten.sum.default", [mask], "$0", COUNT_TYPE))
     )
 
 

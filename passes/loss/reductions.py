@@ -14,7 +14,12 @@ from secc.passes.loss.approximations import GLOBAL_SUMS_OFFER
 from secc.passes.loss.arithmetic import scale_state
 from secc.passes.loss.batch_statistics import divide_sums
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient, coefficient_of_number
-from secc.passes.loss.label_counts import check_block_labels, count_labels, sum_counted_labels
+from secc.passes.loss.label_counts import (
+    check_block_labels,
+    count_labels,
+    count_unignored,
+    sum_counted_labels,
+)
 from secc.passes.loss.loss_context import LossContext, is_rerecorded
 from secc.passes.loss.op_tables import ADDITIVE_REDUCTIONS, ENTRY_LOSSES, REDUCTION_OPS, ROW_LOSSES
 from secc.passes.loss.pending_ops import format_with_argument, get_argument
@@ -46,6 +51,8 @@ def state_of_sum_or_mean(ctx: LossContext, op: Computation) -> ValueState | None
     dim_argument = None if op.callee.endswith(".default") else get_argument(op, 1, "dim")
     dims = normalize_dims(dim_argument, len(type.dims))
     mean = op.base_name == "mean"
+    if not mean and (number := count_unignored(ctx, op)) is not None:
+        return SumState((SumPart(number),))
     state = ctx.state_of(value)
     if isinstance(state, StackState):
         return _reduce_stack(state, mean)

@@ -205,6 +205,13 @@ def test_layers_that_send_tokens_to_the_weights_of_their_modality_stay_whole() -
     assert "layers.0" in {b for s in plan.sections for b in s.blocks}
 
 
+def test_a_reference_sends_scores_of_all_positions_but_the_last() -> None:
+    options = CompileOptions(cluster="local:2", global_batch=12, strategy="apart")
+    made = check_exactness(compile_model(MODELS / "shifted_reference.py", options), required=True)
+    assert {s.name: s.mode for s in made.plan.sections} == {"reference": "forward", "policy": "train"}
+    assert [e.extents for e in made.plan.edges] == [((1, "max(S - 1, 0)", "right"),)]
+
+
 NAMES = ["listed", "boxes", "per_sample", "kept", "chunked_loss", "task_heads"]
 MORE_NAMES = [
     "weighted_tasks",
@@ -220,6 +227,7 @@ MORE_NAMES = [
     "repeated_phonemes",
     "patched_bytes",
     "routed_modalities",
+    "shifted_reference",
 ]
 
 

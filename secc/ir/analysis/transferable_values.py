@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from itertools import pairwise
 
 import sympy
 from xdsl.dialects.builtin import StringAttr
@@ -19,8 +22,11 @@ from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import GraphOp, KeyOp, SectionOp, SymbolOp, strings_of
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import TensorType
+from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.sample_predicates import describe_predicate, inputs_of
 from secc.runtime.plan.schema import is_tensor_label
+
+_TRIED_WIDTHS = 1024  # at which a size is compared with the positions that it counts
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,8 @@ def row_layout(graph: GraphOp, kind: TensorType) -> TransferLayout:
     """How an edge carries a tensor by rows per sample.
 
     One dim adds up over samples (`B`, `576*n_pixel_values`). The others are constant or, where micro-batches
-    have their own widths (`widths "own"`), single width symbols that can be cut, or the maximum of several.
+    have their own widths (`widths "own"`), single width symbols that can be cut, the maximum of several, or a
+    number of windows over one (`S - 1`, `(S + 3)//4`).
     Raises NotTransferable.
     """
     _require_known_shape(graph, kind)
@@ -189,12 +196,33 @@ def _read_extent(graph: GraphOp, dim: int, size: Expr) -> tuple[int, str, str]:
     """(dim, extent of one sample, padded side) of a dim that is cut to the sample's own width. Raises
     NotTransferable."""
     widths = size.args if isinstance(size, sympy.Max) else (size,)  # the wider of two widths
-    sides = {_padding_side(graph, graph.symbols[w.name]) for w in widths if isinstance(w, sympy.Symbol)}
-    if not all(isinstance(w, sympy.Symbol) for w in widths) or len(sides) != 1:
-        raise NotTransferable(
-            f"dim {dim}, {size_expr.format_expr(size)}, cannot be cut to a sample's own width"
-        )
-    return dim, size_expr.format_expr(size), sides.pop()
+    are_widths = all(isinstance(w, sympy.Symbol) for w in widths)
+    names, text = size_expr.symbol_names(size), size_expr.format_expr(size)
+    sides = {_padding_side(graph, graph.symbols[n]) for n in names}
+    windows = None if are_widths or len(names) != 1 else _read_windows(text, *names)
+    cuts = are_widths or windows is _Windows.DENSE or (windows is _Windows.STRIDED and sides == {"right"})
+    if not cuts or len(sides) != 1:
+        raise NotTransferable(f"dim {dim}, {text}, cannot be cut to a sample's own width")
+    return dim, text if are_widths else f"max({text}, 0)", sides.pop()
+
+
+class _Windows(Enum):
+    """Windows over the positions of a width. Those of a sample are the first of a batch padded at the right,
+    and the last of one padded at the left if there is one at each position."""
+
+    DENSE = "one at each position but the last few"  # labels[:, 1:], a convolution without padding
+    STRIDED = "at some positions"  # a strided convolution, pooling
+
+
+@cache
+def _read_windows(text: str, width: str) -> _Windows | None:
+    """What a size counts that grows by at most one with each position of a width, and is never larger; None
+    for other sizes, such as those of joined tensors."""
+    sizes = [max(0, int(evaluate_expr(text, {width: n}))) for n in range(_TRIED_WIDTHS)]
+    if any(b - a not in (0, 1) for a, b in pairwise(sizes)) or any(s > n for n, s in enumerate(sizes)):
+        return None
+    lost = {n - s for n, s in enumerate(sizes) if s}
+    return _Windows.DENSE if len(lost) == 1 else _Windows.STRIDED
 
 
 def _padding_side(graph: GraphOp, symbol: SymbolOp) -> str:

@@ -19,7 +19,9 @@ sec.graph "g" optional ["px"] widths "WIDTHS" {
   sec.symbol "B" kind "rows" key "ids" dim 0
   sec.symbol "n" kind "rows" key "px" dim 0
   sec.symbol "S" kind "width" key "ids" dim 1
+  sec.symbol "T" kind "width" key "sound" dim 1
   %ids = sec.key "ids" pads ["1 left 0"] : !sec.tensor<[B, S], i64>
+  %sound = sec.key "sound" pads ["1 right 0"] : !sec.tensor<[B, T], f32>
 }
 """
 
@@ -39,6 +41,9 @@ def kind(*dims: str) -> TensorType:
         (("576*n", "8"), TransferLayout(0, "576*n")),
         (("1", "2*n + B", "8"), TransferLayout(1, "B + 2*n")),
         (("B", "S", "8"), TransferLayout(0, "B", ((1, "S", "left"),))),
+        (("B", "S - 1", "8"), TransferLayout(0, "B", ((1, "max(S - 1, 0)", "left"),))),
+        (("B", "T - 2"), TransferLayout(0, "B", ((1, "max(T - 2, 0)", "right"),))),
+        (("B", "(T + 3)//4"), TransferLayout(0, "B", ((1, "max((T + 3)//4, 0)", "right"),))),
     ],
 )
 def test_rows_and_extents(dims: tuple[str, ...], expected: TransferLayout) -> None:
@@ -46,7 +51,14 @@ def test_rows_and_extents(dims: tuple[str, ...], expected: TransferLayout) -> No
 
 
 @pytest.mark.parametrize(
-    "dims", [(), ("S", "8"), ("B", "n"), ("B*n",), ("B + 1",), ("(n + 1)//2",), ("B*S", "8"), ("B", "S - 1")]
+    "dims",
+    [
+        *((), ("S", "8"), ("B", "n"), ("B*n",), ("B + 1",), ("(n + 1)//2",), ("B*S", "8")),
+        ("B", "S + 1"),  # positions joined behind padding would be cut off
+        ("B", "2*T"),
+        ("B", "S + T"),
+        ("B", "(S + 3)//4"),  # windows of a sample stand elsewhere in a batch padded at the left
+    ],
 )
 def test_rows_that_do_not_add_up_and_dims_that_cannot_be_cut_are_refused(dims: tuple[str, ...]) -> None:
     with pytest.raises(NotTransferable):
