@@ -187,7 +187,29 @@ def mask_counted_labels(
             if isinstance(inner, SSAValue)
             else inner
         )
+    if maker.base_name == "cat":
+        return _mask_of_joined(ctx, op, maker, ignored, type)
     return _mask_of_filled(ctx, op, maker, ignored, type)
+
+
+def _mask_of_joined(
+    ctx: LossContext, op: Computation, maker: GlueOp, ignored: int, type: TensorType
+) -> SSAValue | AllLabels | None:
+    """The mask of labels that `maker` joins: a prompt, and what a model went on with."""
+    masks = [mask_counted_labels(ctx, op, labels, ignored) for labels in maker.operands]
+    if all(isinstance(m, AllLabels) for m in masks):
+        return AllLabels.ALL
+    joined = list[SSAValue]()
+    for labels, mask in zip(maker.operands, masks, strict=True):
+        if mask is None:
+            return None
+        if isinstance(mask, AllLabels):
+            shape = tensor_type(labels).shape
+            sizes = argument_template.format_arguments(argument_template.CallArguments([list(shape)]))
+            kind = TensorType.from_dims(shape, "bool")
+            mask = ctx.pending.make_glue(op, "aten.ones.default", [], f"{sizes}, dtype=torch.bool", kind)
+        joined.append(mask)
+    return ctx.pending.make_glue(op, "aten.cat.default", joined, maker.args.data, type)
 
 
 def _is_never_negative(value: SSAValue) -> bool:
