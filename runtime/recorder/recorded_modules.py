@@ -93,9 +93,10 @@ class RecordedModules:
 def _mixed_dims(module: nn.Module) -> int | None:
     if type(module) is nn.Sequential:
         mixed = [_mixed_dims(m) for m in module]
-        return None if None in mixed else max((m for m in mixed if m is not None), default=0)
-    if type(module) in (nn.LayerNorm, nn.RMSNorm):
-        return len(module.normalized_shape)
+        known = [m for m in mixed if m is not None]
+        return max(known, default=0) if len(known) == len(mixed) else None
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and type(module) in (nn.LayerNorm, nn.RMSNorm):
+        return len(tuple(module.normalized_shape))
     if type(module) in _POSITIONWISE:
         return 1 if type(module) is nn.Linear else 0
     return None
