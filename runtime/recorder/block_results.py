@@ -275,10 +275,11 @@ class BlockResultCache:
         run: Callable[[], BlockRun],
         rule: TensorShapes | None = None,
         settings: tuple[ModuleSetting, ...] = (),
+        fixed: frozenset[int] = frozenset(),
     ) -> BlockResult:
         """Return the result of `module(*arguments)` under `settings`; `run` calls it. `rule` gives the
-        shapes of its tensors."""
-        key = self._module_signature(path, module), _grad_and_autocast_state(), repr(settings)
+        shapes of its tensors, `fixed` the places of the tensors among the arguments that no input decides."""
+        key = self._module_signature(path, module), _grad_and_autocast_state(), repr(settings), fixed
         if (
             rule is not None
             and (

@@ -74,7 +74,7 @@ from secc.runtime.recorder.recording import (
     RecordingEnded,
 )
 from secc.runtime.recorder.setting_tracker import SettingTracker, watch_attributes
-from secc.runtime.recorder.shape_dependencies import ShapeDependencies
+from secc.runtime.recorder.shape_dependencies import ShapeDependencies, is_fixed
 from secc.runtime.recorder.shortcuts import Shortcuts
 from secc.runtime.recorder.tensor_origins import TensorOrigins
 from secc.runtime.sections import forward_hooks
@@ -585,9 +585,17 @@ class Recorder:
             )
             # The block's ops may use its arguments as they are and as the fakes that it is called with.
             self._running = path, {id(t) for _, t in nested_values.iter_tensors((args, kwargs, *unknown))}
-            settings = self._settings.settings_of_block(path)
+            settings, fixed = self._settings.settings_of_block(path), self._find_fixed_arguments(args, kwargs)
+            block_args, block_kwargs = unknown
+            stand_ins = [t for i, (_, t) in enumerate(nested_values.iter_tensors(unknown)) if i in fixed]
             result = self._block_results.learn_result(
-                path, module, unknown, lambda: self._run_block(path, module, *unknown), rule, settings
+                path,
+                module,
+                unknown,
+                lambda: self._run_block(path, module, block_args, block_kwargs, stand_ins),
+                rule,
+                settings,
+                fixed,
             )
             self._running = "", set()
             placing = next((h for h in result.hazards if h.kind == "placed_rows"), None)
@@ -612,6 +620,12 @@ class Recorder:
             for drawn in result.draws:
                 self._note_random_op(drawn.placed_in_block(path, site))
         return forward_hooks.run_forward_hooks(module, args, kwargs, out)
+
+    def _find_fixed_arguments(self, args: Any, kwargs: Any) -> frozenset[int]:
+        """Return the places, among the tensors of a block's arguments, of those that sizes and weights alone
+        decide, such as positions."""
+        nodes = [self._tape.find_node(t) for _, t in nested_values.iter_tensors((args, kwargs))]
+        return frozenset(i for i, node in enumerate(nodes) if node is not None and is_fixed(node))
 
     def start_capture(self) -> None:
         """Record for a plan from now on."""
@@ -715,12 +729,14 @@ class Recorder:
         call.meta["mixed_dims"] = self._recorded_modules.mixed_dims(path)
         return call
 
-    def _run_block(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> BlockRun:
+    def _run_block(
+        self, path: str, module: nn.Module, args: Any, kwargs: Any, fixed: Iterable[torch.Tensor] = ()
+    ) -> BlockRun:
         self._watch = BlockWatch(path, running_module_and_lines(self._paths)[1])
         try:
             modules_without_hooks = [module] if path == self._running[0] else []
             with (
-                self._origins.running_block(self._running[0]),
+                self._origins.running_block(self._running[0], fixed),
                 forward_hooks.without_user_hooks(modules_without_hooks),
             ):
                 out = self._run_inside_block(module, args, kwargs)

@@ -7,16 +7,18 @@ are computed from, through ops and blocks, count.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
+from secc.runtime.randomness.random_op_values import is_random
 from secc.runtime.recorder import nested_values
 from secc.runtime.recorder.block_results import UnpredictedShape
 from secc.runtime.recorder.graph_tape import Tape
-from secc.runtime.recorder.recording import iter_nodes_behind
+from secc.runtime.recorder.recording import iter_nodes_behind, writes_argument
 
 
 class ShapeDependencies:
@@ -57,4 +59,19 @@ def inputs_behind(nodes: Iterable[fx.Node]) -> frozenset[str]:
     """Return the names of the inputs that these nodes are computed from."""
     return frozenset(
         str(n.target).partition("[")[0] for n in iter_nodes_behind(nodes) if n.op == "placeholder"
+    )
+
+
+def is_fixed(node: fx.Node) -> bool:
+    """Whether a node is computed in glue from sizes and weights alone, by ops that draw no random numbers,
+    and nothing that it is computed from was written to."""
+    behind = set(iter_nodes_behind([node]))
+    return all(
+        n.op == "get_attr"
+        or n.target is operator.getitem
+        or (isinstance(n.target, torch._ops.OpOverload) and not is_random(n.target, n.args, n.kwargs))
+        for n in behind
+    ) and not any(
+        behind.intersection(iter_nodes_behind(writer.all_input_nodes[:1]))
+        for writer in filter(writes_argument, node.graph.nodes)
     )

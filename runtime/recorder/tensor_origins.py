@@ -39,10 +39,11 @@ class TensorOrigins:
         )  # tensors that blocks made of what they were given: the block
 
     @contextmanager
-    def running_block(self, block: str) -> Iterator[None]:
-        """Context in which a block runs, or a part of one that runs once for all equal parts."""
+    def running_block(self, block: str, fixed: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """Context in which a block runs, or a part of one that runs once for all equal parts. fixed:
+        arguments (any shapes) that no input decides."""
         before = self._running_block, self._independent_tensors
-        self._running_block, self._independent_tensors = block, {}
+        self._running_block, self._independent_tensors = block, {id(t): t for t in fixed}
         try:
             yield
         finally:
@@ -89,7 +90,7 @@ class TensorOrigins:
 
     def is_input_independent(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor (any shape) is a weight, or was made in this run without anything that the block
-        was given."""
+        was given, other than fixed arguments."""
         return id(tensor) in self._state or id(tensor) in self._independent_tensors
 
     def is_known(self, tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ Captures with different ops become separate cases.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -85,6 +85,10 @@ class BatchProbe(Protocol):
 
     def __call__(self, name: str, size: int) -> ObservedRecording | None:
         """A micro-batch like the one in which `name` is smallest, but of this size, None if there is none."""
+        ...
+
+    def record_other_widths(self, name: str, size: int) -> Iterator[ObservedRecording]:
+        """Yields recordings of micro-batches of one sample each, in which `name` is not of this size."""
         ...
 
     def record_held_out(self) -> Iterator[ObservedRecording]:
@@ -235,21 +239,22 @@ def _merge_with_probes(
 
 
 def _probe_constant_widths(group: Sequence[ObservedRecording], probe: BatchProbe) -> list[ObservedRecording]:
-    """Returns recordings with larger widths, for widths that are equal in all captures, and for long ones
+    """Returns recordings with other widths, for widths that are equal in all captures, and for long ones
     that are nearly equal, as raw sounds are: whatever depends on them, if only by a large stride, would look
-    constant."""
-    first, probed = group[0], list[ObservedRecording | None]()
+    constant. A path without padding is not that of padded micro-batches."""
+
+    def keep_path(probed: Iterable[ObservedRecording | None]) -> list[ObservedRecording]:
+        return [o for o in probed if o is not None and graph_signature(o.recording.graph) == signature]
+
+    signature, found = graph_signature(group[0].recording.graph), list[ObservedRecording]()
     for name in sorted(probe.padded_symbols):
         shortest, longest = min(o.sizes[name] for o in group), max(o.sizes[name] for o in group)
         if shortest == longest:
-            probed += [probe(name, longest + more) for more in _PROBE_EXTRA_WIDTHS]
+            padded = keep_path(probe(name, longest + more) for more in _PROBE_EXTRA_WIDTHS)
+            found += padded or keep_path(probe.record_other_widths(name, longest))
         elif shortest >= LONG_WIDTH and longest < 2 * shortest:
-            probed.append(probe(name, 2 * longest))
-    return [
-        o
-        for o in probed
-        if o is not None and graph_signature(o.recording.graph) == graph_signature(first.recording.graph)
-    ]
+            found += keep_path([probe(name, 2 * longest)])
+    return found
 
 
 def _guard_rejects(case: GenericGraph, reads: Sequence[Read]) -> bool:

@@ -358,6 +358,16 @@ class ProbeBatches:
         except (UserError, ValueError):
             return None
 
+    def record_other_widths(self, name: str, size: int) -> Iterator[ObservedRecording]:
+        """Yields recordings of micro-batches that are composed of one sample each, of the two samples in
+        which the width `name` is farthest from `size`."""
+        alone = {id(s): self._collate([s]).sizes for s in self._survey.kept_samples(self._pattern)}
+        others = [s for s in self._survey.kept_samples(self._pattern) if alone[id(s)].get(name, size) != size]
+        others.sort(key=lambda s: -abs(alone[id(s)][name] - size))
+        for sample, even in product(others[:2], (False, True)):
+            for samples in self._survey.compose_batches(self._pattern, even, of=sample)[:2]:
+                yield self._record_batch(self._collate(samples))
+
     def record_held_out(self) -> Iterator[ObservedRecording]:
         """Yields recordings of ragged micro-batches that were not captured, with other samples."""
         for samples in self._survey.compose_batches(self._pattern, rotation=self._rotation + 1):

@@ -167,6 +167,10 @@ class _OutlineProbe:
             else replace(found, recording=self._make_outline(found).make_skeleton(self._sources_by_label))
         )
 
+    def record_other_widths(self, name: str, size: int) -> Iterator[ObservedRecording]:
+        """Yields nothing: numbers that look constant are re-recorded."""
+        yield from ()
+
     def record_held_out(self) -> Iterator[ObservedRecording]:
         """Yields outlines of held-out micro-batches."""
         for recording in self._probe.record_held_out():

@@ -206,6 +206,29 @@ def test_a_width_shared_by_all_captures_of_a_path_is_no_constant(tmp_path: Path)
     assert_equals_eager(user, found, [user.load_sample(i) for i in range(12, 17)], build_real_model(user))
 
 
+def test_a_width_shared_by_all_captures_of_an_unpadded_path_is_no_constant(tmp_path: Path) -> None:
+    """Ragged micro-batches have padding in both inputs, even ones in neither. With padding in one of them,
+    only one sample is captured, several times and cropped."""
+    text = ONE_WIDTH
+    for old, new in (
+        ("        if not mask", "        if (ids == 0).any():\n            h = h * 2\n        if mask"),
+        ("(7, 4)[i % 2] if i < 12 else (11, 3)[i % 2]", "3 + i % 11"),
+        ("torch.arange(5 + i % 6) % 9", "1 + torch.arange(5 + i % 6) % 8"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "model.py").write_text(text)
+    user = load_model_file(tmp_path / "model.py")
+    cases = capture_user_model(user).cases
+    sizes = [
+        str(n.meta["args"][0])
+        for case in cases
+        for n in case.generic.graph.nodes
+        if n.target is torch.ops.aten.arange.default
+    ]
+    assert (len(cases), sizes) == (4, ["S_side + 2"] * 2)
+
+
 JOINED = """
 import torch
 import torch.nn.functional as F

@@ -289,6 +289,9 @@ class HeldOut:
     def __call__(self, name: str, size: int) -> None:
         return None
 
+    def record_other_widths(self, name: str, size: int) -> Iterator[ObservedRecording]:
+        yield from ()
+
     def record_held_out(self) -> Iterator[ObservedRecording]:
         yield from self.observed
 

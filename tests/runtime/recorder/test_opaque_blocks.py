@@ -208,6 +208,28 @@ def test_results_independent_of_inputs_are_marked() -> None:
     assert alone == {"[0]": False, "[1]": True, "[2]": False}
 
 
+def test_results_that_fixed_arguments_decide_are_marked() -> None:
+    """Positions are made of sizes in glue; those that samples were written into are no longer fixed."""
+
+    class Positions(nn.Embedding):
+        def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+            return super().forward(positions)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.near = Positions(9, 5)
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            positions, written = torch.arange(x.shape[-1]) + 1, torch.arange(x.shape[-1])
+            written[:2] = keep.sum().long() % 2
+            outs = (self.near(x, positions), self.near(x, written + 1), self.near(x, keep.long()))
+            return x.sum() + sum(out.sum() for out in outs)
+
+    found = record_forward(Model(), BATCH, ["near"])
+    assert [next(iter(call.users)).meta["alone"] for call in found.block_calls] == [True, False, False]
+
+
 class Keeping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
