@@ -25,7 +25,7 @@ from secc.alloc.explain.infeasibility import explain_infeasibility
 from secc.alloc.explain.least_step import bound_every_plan
 from secc.alloc.problem import pins as pins_
 from secc.alloc.problem.allowed_choices import may_copy_in_place_of_recomputing
-from secc.alloc.problem.build_problem import build_problem, count_usable_ranks
+from secc.alloc.problem.build_problem import build_problem, count_usable_ranks, estimate_longest_time
 from secc.alloc.problem.closed_form import PlanValue, evaluate_assignment
 from secc.alloc.problem.micro_batch_times import micro_batch_time_expressions, subgroup_costs
 from secc.alloc.problem.pins import Pins
@@ -39,6 +39,7 @@ from secc.alloc.refine.in_flight_limits import in_flight_limit, subgroup_limit
 from secc.alloc.refine.interleaved_stages import InterleavedPlan, choose_interleaving
 from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
 from secc.alloc.refine.schedule_evaluation import KnownEvaluations, PlanEvaluator
+from secc.alloc.refine.start_plans import MAX_START_RATIO
 from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory
 from secc.cluster import GIB, Cluster, parse_cluster
 from secc.cost.model.memory import layer_bytes
@@ -67,13 +68,15 @@ MULTI_RANK_MARGIN = (
 @dataclass(frozen=True)
 class SolvedAllocation:
     """An allocation problem with the solver's answer. `run_ahead`: bytes that a rank keeps for the next step,
-    None if not given. `known`: what is known of plans by simulation, for all problems of the same work."""
+    None if not given. `most_ns`: candidates that take longer are left out, None if all are there. `known`:
+    what is known of plans by simulation, for all problems of the same work."""
 
     work: Workload
     problem: Problem
     solution: Solution
     pins: Pins
     run_ahead: int | None
+    most_ns: int | None = None
     known: KnownEvaluations = field(default_factory=KnownEvaluations, compare=False, repr=False)
 
     def make_evaluator(self) -> PlanEvaluator:
@@ -120,11 +123,11 @@ class Allocate(ModulePass):
         if self.known and (found := self._reuse_known_plan(graph)) is not None:
             return _write_allocation(graph, *found)
         solved = self.solve_closed_form(graph)
-        with run_in_background(partial(self._least_step_s, solved)) as least_step_s:
-            solved, won, facts = self._choose_plan(solved)
+        with run_in_background(partial(self.least_step_s, solved)) as least_step_s:
+            solved, won, facts = self.choose_plan(solved)
             _write_allocation(graph, solved, won, least_step_s(), facts)
 
-    def _choose_plan(self, solved: SolvedAllocation) -> tuple[SolvedAllocation, RefinedPlan, dict[str, Any]]:
+    def choose_plan(self, solved: SolvedAllocation) -> tuple[SolvedAllocation, RefinedPlan, dict[str, Any]]:
         """The best plan by simulation, of problems with and without activations in host memory and dealt
         samples; with its problem, and facts about how it was found."""
         won = self._refine_within_memory(solved)
@@ -162,7 +165,7 @@ class Allocate(ModulePass):
         facts |= _interleaving_facts(interleaved)
         return replace(solved, problem=interleaved.problem), interleaved.refined, facts
 
-    def _least_step_s(self, solved: SolvedAllocation) -> float:
+    def least_step_s(self, solved: SolvedAllocation) -> float:
         """Seconds that a step takes at least under any plan on these ranks, the mean over the batches of the
         search; 0 where the number of ranks is what is sought."""
         if solved.problem.deadline is not None:
@@ -193,14 +196,14 @@ class Allocate(ModulePass):
             return None
         most = round(MOST_DEALT_RATIO * solved.solution.time_ns * solved.solution.ranks)
         free = work.cluster.device.backend != "cpu"
-        return self._build_problem(work, solved.pins, solved.run_ahead, free, most)
+        return self._build_problem(work, solved.pins, solved.run_ahead, free, most, solved.most_ns)
 
     def solve_closed_form(self, graph: GraphOp) -> SolvedAllocation:
         """The best plan by closed forms. Raises UserError where nothing fits, and for options that are not
         possible."""
         work, pins, size = self._read_options(graph)
-        asked = self._build_problem(work, pins, size, free=work.cluster.device.backend != "cpu")
-        solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
+        free = work.cluster.device.backend != "cpu"
+        asked, solution, most_ns = self._solve_without_slow_candidates(work, pins, size, free)
         if solution is None and work.cluster.device.backend == "cpu":
             asked = self._build_problem(work, pins, size, free=True)
             solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
@@ -219,7 +222,23 @@ class Allocate(ModulePass):
             solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
         if solution is None:
             raise explain_infeasibility(work, asked, pins)
-        return SolvedAllocation(work, asked, solution, pins, size)
+        return SolvedAllocation(work, asked, solution, pins, size, most_ns)
+
+    def _solve_without_slow_candidates(
+        self, work: Workload, pins: Pins, size: int | None, free: bool
+    ) -> tuple[Problem, Solution | None, int | None]:
+        """The problem, its best plan if there is one, and the time that candidates take at most, None if all
+        are there. No plan that the search starts from has a candidate that takes longer."""
+        most_ns = None
+        if self.objective == "time":
+            most_ns = estimate_longest_time(work, self._rank_count(work.cluster), pins, free)
+        asked = self._build_problem(work, pins, size, free, most_ns=most_ns)
+        solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
+        if most_ns is None or (solution is not None and MAX_START_RATIO * solution.time_ns <= most_ns):
+            return asked, solution, most_ns
+        most_ns = None if solution is None else MAX_START_RATIO * solution.time_ns
+        asked = self._build_problem(work, pins, size, free, most_ns=most_ns)
+        return asked, solve_allocation(asked, margin=MULTI_RANK_MARGIN), most_ns
 
     def _stages_without_offload(self) -> list[str]:
         """The stages of a plan that fitted on devices alone, as far as the user has not pinned them."""
@@ -246,11 +265,11 @@ class Allocate(ModulePass):
 
     def _solve_with_host_memory(self, solved: SolvedAllocation, work: Workload) -> SolvedAllocation | None:
         """The best plan by closed forms of `work`, which may use host memory; None unless it is shorter."""
-        asked = self._build_problem(work, solved.pins, solved.run_ahead, free=True)
+        asked = self._build_problem(work, solved.pins, solved.run_ahead, free=True, most_ns=solved.most_ns)
         solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
         if solution is None or solution.time_ns >= solved.solution.time_ns:
             return None
-        return SolvedAllocation(work, asked, solution, solved.pins, solved.run_ahead)
+        return SolvedAllocation(work, asked, solution, solved.pins, solved.run_ahead, solved.most_ns)
 
     def _refine_within_memory(self, solved: SolvedAllocation) -> RefinedPlan:
         """The best plan by simulation. Where batches need more memory than closed forms say in all plans that
@@ -335,10 +354,17 @@ class Allocate(ModulePass):
         return work, pins, prefetch_memory.parse_run_ahead(self.run_ahead, work, GIB)
 
     def _build_problem(
-        self, work: Workload, pins: Pins, size: int | None, free: bool, most_dealt: int | None = None
+        self,
+        work: Workload,
+        pins: Pins,
+        size: int | None,
+        free: bool,
+        most_dealt: int | None = None,
+        most_ns: int | None = None,
     ) -> Problem:
         deadline = round(self.step_time * 10**9) if self.objective == "gpus" else None
-        asked = build_problem(work, self._rank_count(work.cluster), self.strategy, pins, free, most_dealt)
+        ranks = self._rank_count(work.cluster)
+        asked = build_problem(work, ranks, self.strategy, pins, free, most_dealt, most_ns)
         return prefetch_memory.with_prefetch_buffers(replace(asked, deadline=deadline), work, size)
 
     def _rank_count(self, cluster: Cluster) -> int:

@@ -1,4 +1,6 @@
-"""Times the allocation of plans: processor seconds of pricing candidates, of the solver, and of the search.
+"""Times the allocation of plans: processor seconds of pricing candidates and of the first solution, of the
+searches with the problems that follow (samples dealt, tensors in host memory, pieces of layers), and of the
+bound on every plan.
 
     python -m tools.bench_allocation PLAN [PLAN ...]      prints a table; `--json FILE` writes it
         --cluster 384x8xH100 --global-batch 1536          allocate for another cluster, or other batches
@@ -30,7 +32,8 @@ ALLOCATION_COLUMNS = (
     "candidates",
     "digest",
     "pricing and solver, CPU s",
-    "search, CPU s",
+    "searches, CPU s",
+    "bound, CPU s",
     "step, s",
     "plans tried",
 )
@@ -51,7 +54,8 @@ def allocation_row(plan: Path, cluster: str, global_batch: int) -> list[str]:
     global_batch = global_batch or contents["global_batch"]
     allocate = Allocate(cluster=cluster, global_batch=global_batch)
     solved, priced_s = timed(lambda: allocate.solve_closed_form(graph))
-    won, searched_s = timed(lambda: allocate.refine_solution(solved))
+    (_, won, _), searched_s = timed(lambda: allocate.choose_plan(solved))
+    _, bounded_s = timed(lambda: allocate.least_step_s(solved))
     sections = solved.problem.sections
     return [
         plan.name,
@@ -60,6 +64,7 @@ def allocation_row(plan: Path, cluster: str, global_batch: int) -> list[str]:
         hashlib.sha256(repr(solved.problem).encode()).hexdigest()[:12],
         f"{priced_s:.1f}",
         f"{searched_s:.1f}",
+        f"{bounded_s:.1f}",
         f"{won.evaluation.time_ns / 1e9:.3f}",
         str(won.evaluated_plans),
     ]
@@ -75,7 +80,10 @@ def main() -> None:
     add_json_option(parser)
     options = parser.parse_args()
     os.sched_setaffinity(0, {0})  # with one core nothing is forked, so this process has all of the work
-    about = "Allocation from a plan's graph: processor seconds of pricing and solver, and of the search."
+    about = (
+        "Allocation from a plan's graph: processor seconds of pricing and the first solution, of the "
+        "searches, and of the bound on every plan."
+    )
     table = BenchmarkTable(ALLOCATION_COLUMNS, about, options.json)
     for plan in options.plans:
         table.add_row(*allocation_row(plan, options.cluster, options.global_batch))

@@ -65,6 +65,28 @@ def evaluate_expr_columns(text: str | int, columns: SizeColumns, count: int) -> 
     return [value] * count if isinstance(value, int) else value
 
 
+def evaluate_expr_tensor(
+    text: str, columns: Mapping[str, torch.Tensor], count: int, most: int
+) -> torch.Tensor:
+    """Returns `evaluate_expr_columns` as an int64 tensor [count], with `most` in place of larger values;
+    `columns` are int64 tensors [count]. Raises ValueError like `evaluate_expr`.
+    """
+    try:
+        value = _split_into_steps(text).evaluate_tensors(columns)
+    except KeyError as unknown:
+        raise ValueError(
+            f"unknown symbol {unknown.args[0]!r} in {text}; expected one of {sorted(columns)}"
+        ) from None
+    if value is None:
+        exact = evaluate_expr_columns(
+            text, {name: column.tolist() for name, column in columns.items()}, count
+        )
+        return int_tensor([min(v, most) for v in exact])
+    if isinstance(value, int):
+        return torch.full((count,), min(value, most))
+    return value.clamp(max=most)
+
+
 @cache
 def expression_symbols(text: str) -> frozenset[str]:
     """Returns the symbols of expression `text`. Raises ValueError for text outside the grammar."""
@@ -149,15 +171,19 @@ class _ColumnSteps:
         """Returns the values of all rows; None where that takes Python's integers: an intermediate result
         may exceed int64, or a divisor is no constant. Raises KeyError for an unknown symbol.
         """
+        try:
+            value = self.evaluate_tensors({name: int_tensor(columns[name]) for name in self.symbols})
+        except OverflowError:
+            return None
+        return value.tolist() if isinstance(value, torch.Tensor) else None
+
+    def evaluate_tensors(self, columns: Mapping[str, torch.Tensor]) -> _Value | None:
+        """Returns `evaluate_columns` of int64 tensors as one, or a constant."""
         values: list[_Value] = []
         limits: list[int] = []  # no value is larger in magnitude
         for name in self.symbols:
-            try:
-                column = int_tensor(columns[name])
-            except OverflowError:
-                return None
-            values.append(column)
-            limits.append(int(max(map(abs, column.aminmax()))))
+            values.append(columns[name])
+            limits.append(int(max(map(abs, columns[name].aminmax()))))
         for operation, a, b in self.steps:
             if operation == "constant":
                 values.append(a)
@@ -170,8 +196,7 @@ class _ColumnSteps:
                 limits.append(limit(limits[a], limits[b]))
             if limits[-1] > _MAX_INT64:
                 return None
-        value = values[self.result]
-        return None if isinstance(value, int) else value.tolist()
+        return values[self.result]
 
 
 _split_into_steps = cache(_ColumnSteps)

@@ -57,6 +57,11 @@ SCARCE_WORK_SHARE = 0.1  # of the critical section's work; a priority class with
 LEADING_MICRO_BATCHES = 4  # micro-batches per replica that a rule with a lead puts first
 
 
+# By all that they depend on besides the samples: (samples, replica) of a section's micro-batches, and the ns
+# of each replica's ranks after them.
+KnownPackings = dict[str, tuple[list[tuple[SamplePositions, int]], list[int]]]
+
+
 @dataclass(frozen=True)
 class PriorityRule:
     """Tunable choices in ordering a replica's samples, which no rule decides well for all batches.
@@ -108,10 +113,19 @@ class MicroBatchComposer:
     the sample's share in a full micro-batch, `forward_path_ns` the longest path of forwards before the
     section, `upstream_backward_ns` the longest path of backwards after the section's own. `pattern_ids`
     numbers the samples' patterns; `pattern_classes` gives the priority class of each pattern.
+
+    `packings`: those of other plans for the same samples, which this one is added to.
     """
 
-    def __init__(self, plan: Plan, samples: Sequence[SampleMeta], graph: SectionGraph) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        samples: Sequence[SampleMeta],
+        graph: SectionGraph,
+        packings: KnownPackings | None = None,
+    ) -> None:
         self.plan, self.graph, self.samples, self.sample_count = plan, graph, samples, len(samples)
+        self._packings: KnownPackings = {} if packings is None else packings
         self.costs = PredictedCosts(plan, samples)
         patterns = sorted({s.pattern for s in samples}, key=sorted)
         pattern_id = {pattern: k for k, pattern in enumerate(patterns)}
@@ -371,9 +385,7 @@ class MicroBatchComposer:
         by_replica: list[list[SamplePositions]] = [[] for _ in ranks]
         owner = [0] * self.sample_count
         ordered = [sorted(group, key=work.__getitem__, reverse=True) for group in groups.values()]
-        for micro_batch, replica in pack_and_assign(
-            self.costs, self.graph.pipeline_stages[section.name], section, ordered, other_work, ranks, load
-        ):
+        for micro_batch, replica in self._pack_once(section, ordered, other_work, ranks, load):
             by_replica[replica].append(micro_batch)
             for p in micro_batch:
                 owner[p] = replica
@@ -389,6 +401,27 @@ class MicroBatchComposer:
         ):
             owner[p] = replica
         return by_replica, owner
+
+    def _pack_once(
+        self,
+        section: Section,
+        groups: Sequence[Sequence[int]],
+        other_work: Sequence[int],
+        ranks: Ranks,
+        load: dict[int, int],
+    ) -> Sequence[tuple[SamplePositions, int]]:
+        """Returns `pack_and_assign`, computed once for plans that differ in other sections or in where the
+        ranks of this one are."""
+        stages = self.graph.pipeline_stages[section.name]
+        loads = [load.get(rank, 0) for rank in ranks]
+        placeless = [replace(s, mesh=replace(s.mesh, ranks=())) for s in stages]
+        key = repr((placeless, section.stage, groups, other_work if any(other_work) else (), loads))
+        if key not in self._packings:
+            packed = pack_and_assign(self.costs, stages, section, groups, other_work, ranks, load)
+            self._packings[key] = packed, [load[rank] for rank in ranks]
+        packed, loads = self._packings[key]
+        load.update(zip(ranks, loads, strict=True))
+        return packed
 
     # -- cutting
 

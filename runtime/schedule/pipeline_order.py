@@ -71,12 +71,8 @@ class PipelineLoad:
 
     def end_with_upstream(self, order: MicroBatchOrder, timeline: ReplicaTimeline) -> int:
         """Returns when a replica ends, including the upstream backwards that follow its own."""
-        return max(
-            [
-                timeline.end,
-                *(end + self.upstream_ns[m] for end, m in zip(timeline.backward_ends, order, strict=True)),
-            ]
-        )
+        ends = map(int.__add__, timeline.backward_ends, map(self.upstream_ns.__getitem__, order))
+        return max(timeline.end, max(ends, default=0))
 
     def simulate_all_ready(
         self, orders: Sequence[MicroBatchOrder]
@@ -229,8 +225,9 @@ class PipelineOrders:
 
     def try_order(self, load: PipelineLoad, replica: int, order: MicroBatchOrder) -> bool:
         """Gives a replica this order if it then ends sooner, and returns whether it does."""
-        timeline = load.replica.simulate(order, self.ready)
-        if is_shorter := load.end_with_upstream(order, timeline) < self.ends[replica]:
+        timeline = load.replica.simulate_within(order, self.ready, self.ends[replica] - 1)
+        is_shorter = timeline is not None and load.end_with_upstream(order, timeline) < self.ends[replica]
+        if timeline is not None and is_shorter:
             self.set_order(load, replica, order, timeline)
         return is_shorter
 
@@ -388,9 +385,10 @@ def _move_micro_batch(load: PipelineLoad, current: PipelineOrders, rng: random.R
     """Moves one micro-batch of the order that ends last, or the last one that upstream waits for, to a random
     place.
     """
-    end_of, owed = current.ends.__getitem__, [m for m, upstream in enumerate(load.upstream_ns) if upstream]
+    end_of = current.ends.__getitem__
     source = max(range(load.replica_count), key=end_of)
-    if current.upstream_end >= current.end and owed:
+    if current.upstream_end >= current.end and any(load.upstream_ns):
+        owed = [m for m, upstream in enumerate(load.upstream_ns) if upstream]
         m = max(owed, key=current.backward_ends.__getitem__)
         source = next(replica for replica, order in enumerate(current.orders) if m in order)
     elif current.orders[source]:
@@ -398,9 +396,18 @@ def _move_micro_batch(load: PipelineLoad, current: PipelineOrders, rng: random.R
     else:
         return current
     target = min(range(load.replica_count), key=end_of) if rng.random() < 0.5 else source
-    changed = {source: [other for other in current.orders[source] if other != m]}
+    changed = {source: current.orders[source].copy()}
+    changed[source].remove(m)
     changed.setdefault(target, current.orders[target].copy())
     changed[target].insert(rng.randrange(len(changed[target]) + 1), m)
+    timelines: dict[int, ReplicaTimeline] = {}
+    for replica, order in changed.items():
+        timeline = load.replica.simulate_within(
+            order, current.ready, current.end, current.orders[replica], current.timelines[replica]
+        )
+        if timeline is None or load.end_with_upstream(order, timeline) > current.end:
+            return current
+        timelines[replica] = timeline
     moved = replace(
         current,
         orders=current.orders.copy(),
@@ -408,10 +415,8 @@ def _move_micro_batch(load: PipelineLoad, current: PipelineOrders, rng: random.R
         ends=current.ends.copy(),
         backward_ends=current.backward_ends.copy(),
     )
-    for replica, order in changed.items():
-        moved.set_order(load, replica, order, load.replica.simulate(order, current.ready))
-        if moved.ends[replica] > current.end:
-            return current
+    for replica, timeline in timelines.items():
+        moved.set_order(load, replica, changed[replica], timeline)
     moved.upstream_end = load.estimate_drained(moved.backward_ends)
     return moved
 

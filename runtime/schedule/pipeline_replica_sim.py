@@ -10,16 +10,20 @@ next backward (without that, interleaved 1F1B would take up to 30% longer). It t
 first, but whole backwards in a V from its first stage. Only in a loop, forwards go through the stages in
 rounds of as many micro-batches as there are ranks (interleaved 1F1B, Narayanan et al. 2021), because what a
 stage sends returns to the rank after so many.
+
+Searches compare an order with one that differs in a place or two, and keep it only if it ends soon enough.
+`simulate_within` takes over what both orders have in common and gives up when the end is sure to be too late.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
+from operator import itemgetter, ne
 from typing import NamedTuple
 
 NEVER_NS = 1 << 62
@@ -69,36 +73,63 @@ class PipelineReplica:
         simulation = _SharedRankSimulation if self.rank_of_stage else _ReplicaSimulation
         return simulation(self, order, ready).run()
 
+    def simulate_within(
+        self,
+        order: Sequence[int],
+        ready: Sequence[int],
+        latest_end: int,
+        known_order: Sequence[int] = (),
+        known: ReplicaTimeline | None = None,
+    ) -> ReplicaTimeline | None:
+        """Returns `simulate(order, ready)`, or None as soon as its end is sure to come after `latest_end`
+        (ns). `known` is the timeline of `known_order` with the same `ready`: both orders take the same time
+        up to the first place where they differ."""
+        if self.rank_of_stage:
+            return self.simulate(order, ready)
+        simulation = _ReplicaSimulation(self, order, ready)
+        if known is not None and self._takes_time:
+            shorter = min(len(order), len(known_order))
+            changes = map(ne, order, known_order)
+            simulation.take_over(known, next((i for i, changed in enumerate(changes) if changed), shorter))
+        return simulation.run_within(latest_end)
+
     @cached_property
-    def first_stage_with_limits(self) -> list[int]:
-        """For each stage, the first stage with the same limits."""
-        limits = [
-            (
-                self.saved_bytes[s] if self.saved_bytes else (),
-                self.byte_limits[s] if self.saved_bytes else 0,
-                count,
-            )
-            for s, count in enumerate(self.max_in_flight)
-        ]
-        return [limits.index(limit) for limit in limits]
+    def _takes_time(self) -> bool:
+        """Whether every task takes some time. Of tasks that take none, what starts first at one moment would
+        depend on where a simulation begins."""
+        parts = (*self.forward_ns, *self.backward_ns, *self.weight_ns)
+        return all(min(ns, default=1) > 0 for ns in parts)
 
-    def forward_limits(self, stage: int, order: Sequence[int]) -> list[int]:
-        """Returns limits[k]: how many forwards a stage may have started once it has finished k micro-batches
-        of the order.
 
-        Always at least k + 1, so a micro-batch larger than the byte limit does not block the stage.
-        """
-        count = len(order)
-        max_count = self.max_in_flight[stage] or count
-        if not self.saved_bytes or not self.saved_bytes[stage]:
-            return [min(max_count + finished, count) for finished in range(count + 1)]
-        # bytes_before[i]: bytes of the first i micro-batches of the order.
-        bytes_before = [0, *accumulate(map(self.saved_bytes[stage].__getitem__, order))]
-        byte_limit = self.byte_limits[stage]
-        fitting = [bisect_right(bytes_before, done + byte_limit) - 1 for done in bytes_before]
-        limits = [started if started > finished else finished + 1 for finished, started in enumerate(fitting)]
-        limits[-1] = count
-        return limits if max_count >= count else [*map(min, limits, range(max_count, max_count + count + 1))]
+class _ForwardLimit:
+    """How many forwards a stage may have started, by the number of micro-batches that it has finished.
+
+    Always at least one more, so a micro-batch larger than the byte limit does not block the stage. It never
+    falls, so it is found by going on from where it was.
+    """
+
+    def __init__(self, replica: PipelineReplica, stage: int, order: Sequence[int]) -> None:
+        self._count = len(order)
+        self._most_in_flight = replica.max_in_flight[stage] or self._count
+        self._bytes_before: list[int] = []  # of the first micro-batches of the order, by their number
+        if replica.saved_bytes and replica.saved_bytes[stage]:
+            self._bytes_before = [0, *accumulate(map(replica.saved_bytes[stage].__getitem__, order))]
+            self._byte_limit = replica.byte_limits[stage]
+        self._limit = 0
+
+    def after(self, finished: int) -> int:
+        """Returns the limit once `finished` micro-batches have been finished, no fewer than before."""
+        most = self._most_in_flight + finished
+        if most > self._count:
+            most = self._count
+        if not self._bytes_before or finished == self._count:
+            return most
+        limit, before = max(self._limit, finished + 1), self._bytes_before
+        allowed = before[finished] + self._byte_limit
+        while limit < most and before[limit + 1] <= allowed:
+            limit += 1
+        self._limit = limit
+        return limit
 
 
 class _StageTimes:
@@ -112,10 +143,9 @@ class _StageTimes:
     def __init__(self, replica: PipelineReplica, order: Sequence[int], ready: Sequence[int]) -> None:
         count, stages = len(order), len(replica.forward_ns)
         parts = (replica.forward_ns, replica.backward_ns, replica.weight_ns)
-        self.durations = [[list(map(ns.__getitem__, order)) for ns in part] for part in parts]
-        # Stages with equal limits share one list, which takes a while to compute.
-        limits = {s: replica.forward_limits(s, order) for s in set(replica.first_stage_with_limits)}
-        self.forward_limits = [limits[s] for s in replica.first_stage_with_limits]
+        in_order = itemgetter(*order) if count > 1 else lambda ns: tuple(map(ns.__getitem__, order))
+        self.durations: list[list[tuple[int, ...]]] = [list(map(in_order, part)) for part in parts]
+        self.forward_limits = [_ForwardLimit(replica, s, order) for s in range(stages)]
         unknown = [NEVER_NS] * (count + 1)  # the last entry stands for "no further micro-batch"
         self.forward_ready = [
             [*map(ready.__getitem__, order), NEVER_NS],
@@ -202,7 +232,7 @@ class _SharedRankSimulation(_StageTimes):
         best, least_round = -1, NEVER_NS
         for s in stages:
             k = forwards[s]
-            if k < self.forward_limits[s][finished[s]] and self.forward_ready[s][k] <= time:
+            if k < self.forward_limits[s].after(finished[s]) and self.forward_ready[s][k] <= time:
                 if not self.round_size:
                     return s
                 if k // self.round_size <= least_round:
@@ -222,30 +252,85 @@ class _SharedRankSimulation(_StageTimes):
             heappush(self.wake_ups, (end, self.rank_of[receiver]))
 
 
+class _EndsTooLate(Exception):
+    """Ends a simulation that cannot end in time."""
+
+
 class _ReplicaSimulation(_StageTimes):
     """The state of one simulation with one stage on each rank.
 
     `next_action[s]` is when stage s looks for its next task. `idle_until[s]` is the same for an idle stage,
     which a neighbour may wake earlier, and 0 for a busy one. Both have a further entry for the missing
     neighbours before the first stage (index -1) and after the last one, which never acts and cannot be woken.
+    `done[s]` counts the forwards, backwards and W parts that stage s has started when the simulation begins.
     """
 
     def __init__(self, replica: PipelineReplica, order: Sequence[int], ready: Sequence[int]) -> None:
         super().__init__(replica, order, ready)
         stages = len(replica.forward_ns)
         self.next_action, self.idle_until = [*[0] * stages, NEVER_NS], [0] * (stages + 1)
+        self.done = [(0, 0, 0)] * stages
+
+    def take_over(self, known: ReplicaTimeline, place: int) -> None:
+        """Takes over the tasks of another order with equal micro-batches before `place` that start before the
+        first stage may choose the forward there; until then, nothing depends on what follows."""
+        if not place:
+            return
+        begin = known.task_ends[0][0][place - 1]
+        ends_of_part = (self.forward_ready[1:], self.backward_ready, self.weight_ends)
+        for s in range(len(self.done)):
+            done, busy_until = [0, 0, 0], begin
+            for part, (known_ends, ends) in enumerate(zip(known.task_ends, ends_of_part, strict=True)):
+                if not known_ends:
+                    continue
+                of_stage = known_ends[s]
+                n = bisect_left(of_stage, begin, hi=place)
+                if n < place and of_stage[n] - self.durations[part][s][n] < begin:
+                    n += 1
+                    busy_until = max(busy_until, of_stage[n - 1])
+                ends[s][:n], done[part] = of_stage[:n], n
+            self.done[s], self.next_action[s] = (done[0], done[1], done[2]), busy_until
 
     def run(self) -> ReplicaTimeline:
-        next_action, stages = self.next_action, [self.run_stage(s) for s in range(len(self.forward_limits))]
-        for stage in stages:
+        """Runs all tasks."""
+        timeline = self.run_within(NEVER_NS)
+        assert timeline is not None
+        return timeline
+
+    def run_within(self, latest_end: int) -> ReplicaTimeline | None:
+        """Runs all tasks, or returns None as soon as their end is sure to come after `latest_end`: a stage
+        has been idle for too long for what it has to do, and for the last backward on the stages before."""
+        next_action, stages = self.next_action, range(len(self.forward_limits))
+        spare = self.spare_times(latest_end) if latest_end < NEVER_NS else [NEVER_NS] * len(stages)
+        if min(spare) < 0:
+            return None
+        running = [self.run_stage(s, spare[s]) for s in stages]
+        for stage in running:
             next(stage)
-        act = [stage.send for stage in stages]
-        while (time := min(next_action)) < NEVER_NS:
-            act[next_action.index(time)](time)
+        act = [stage.send for stage in running]
+        try:
+            while (time := min(next_action)) < NEVER_NS:
+                act[next_action.index(time)](time)
+        except _EndsTooLate:
+            return None
         return self.timeline()
 
-    def run_stage(self, s: int) -> Generator[None, int, None]:
-        """Runs stage `s`: a coroutine that gets the current time whenever the stage is to act.
+    def spare_times(self, latest_end: int) -> list[int]:
+        """Returns how long each stage may still be idle if the replica ends at `latest_end`, in ns."""
+        forward, backward, weight = self.durations
+        spare, behind = list[int](), 0
+        for s, (forwards, backwards, weights) in enumerate(self.done):
+            left = sum(forward[s][forwards:]) + sum(backward[s][backwards:])
+            if weight:
+                left += sum(weight[s][weights:])
+            spare.append(latest_end - self.next_action[s] - left - behind)
+            if not weight and backward[s]:  # the last backward passes the stages before one after the other
+                behind += backward[s][-1]
+        return spare
+
+    def run_stage(self, s: int, spare: int) -> Generator[None, int, None]:
+        """Runs stage `s`, which may be idle for `spare` ns: a coroutine that gets the current time whenever
+        the stage is to act.
 
         After a task the stage starts the next one at once, ahead of the clock, if nothing that its neighbours
         have yet to do can change the choice; that saves most of the switches between stages.
@@ -253,7 +338,7 @@ class _ReplicaSimulation(_StageTimes):
         forward, backward, *split = (part[s] for part in self.durations if part)
         weight = split[0] if split else []
         weight_ends = self.weight_ends[s] if weight else []
-        limits, next_action, idle_until = self.forward_limits[s], self.next_action, self.idle_until
+        limit_after, next_action, idle_until = self.forward_limits[s].after, self.next_action, self.idle_until
         forward_ready, forward_ends = self.forward_ready[s], self.forward_ready[s + 1]
         backward_ready, backward_ends = self.backward_ready[s + 1], self.backward_ready[s]
         before, after = s - 1, s + 1
@@ -261,15 +346,15 @@ class _ReplicaSimulation(_StageTimes):
         # matter.
         forward_before = self.durations[0][before]
         backward_after = [*self.durations[1][after % len(self.forward_limits)], NEVER_NS]
-        next_forward = next_backward = next_weight = 0
-        limit, time = limits[0], (yield)
+        next_forward, next_backward, next_weight = self.done[s]
+        limit, time = limit_after(next_weight if weight else next_backward), (yield)
         now = time  # the clock: no stage starts anything earlier
         while True:
             if (backward_at := backward_ready[next_backward]) <= time:
                 next_action[s] = time = backward_ends[next_backward] = time + backward[next_backward]
                 next_backward += 1
                 if not weight:
-                    limit = limits[next_backward]
+                    limit = limit_after(next_backward)
                 if time < idle_until[before]:  # wake the stage that the gradient goes to
                     next_action[before] = idle_until[before] = time
             elif next_forward < limit and forward_ready[next_forward] <= time:
@@ -280,14 +365,18 @@ class _ReplicaSimulation(_StageTimes):
             elif weight and next_weight < next_backward:
                 next_action[s] = time = weight_ends[next_weight] = time + weight[next_weight]
                 next_weight += 1
-                limit = limits[next_weight]
+                limit = limit_after(next_weight)
             else:
                 # Nothing is ready: sleep until the earliest known input, or until a neighbour wakes the
                 # stage.
                 wake = min(backward_at, forward_ready[next_forward]) if next_forward < limit else backward_at
                 next_action[s] = idle_until[s] = wake
-                time = now = yield
+                now = yield
                 idle_until[s] = 0
+                spare -= now - time
+                if spare < 0:
+                    raise _EndsTooLate
+                time = now
                 continue
 
             # The stage has ended a task at `time`. A ready backward comes first in any case.

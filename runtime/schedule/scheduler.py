@@ -66,7 +66,7 @@ from secc.runtime.schedule.memory_bound import (
     find_memory_excesses,
     separate_samples,
 )
-from secc.runtime.schedule.micro_batches import MicroBatchComposer, MicroBatchTable
+from secc.runtime.schedule.micro_batches import KnownPackings, MicroBatchComposer, MicroBatchTable
 from secc.runtime.schedule.order_search import MakespanBound, affordable_runs, improve_order, worthwhile_tries
 from secc.runtime.schedule.task_graph import MessagePairs, StepTasks, build_step_tasks, number_tasks
 from secc.runtime.schedule.upstream_estimate import critical_pipeline_load
@@ -171,13 +171,20 @@ def schedule_with_makespan(
         return _schedule_with_makespan(plan, samples, order)
 
 
-def find_candidate(plan: Plan, samples: Sequence[SampleMeta], *, soon: bool = False) -> ScheduleCandidate:
+def find_candidate(
+    plan: Plan,
+    samples: Sequence[SampleMeta],
+    *,
+    soon: bool = False,
+    packings: KnownPackings | None = None,
+) -> ScheduleCandidate:
     """Returns the candidate that `schedule_batch` writes programs for.
 
-    With `soon`, it is the first candidate, without search, which takes a fraction of the time.
+    With `soon`, it is the first candidate, without search, which takes a fraction of the time. `packings`:
+    what was packed for other plans and the same samples; what is packed now is added.
     """
     with pause_gc():
-        composer = MicroBatchComposer(plan, samples, SectionGraph(plan))
+        composer = MicroBatchComposer(plan, samples, SectionGraph(plan), packings)
         return _find_candidate(
             composer, (lambda: UNREACHABLE_NS) if soon else cache(composer.makespan_lower_bound)
         )

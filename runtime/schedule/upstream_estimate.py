@@ -148,6 +148,11 @@ class _UpstreamEstimate:
             {m: paths for m, paths in by_micro_batch.items() if paths}
             for by_micro_batch in (forward_paths, backward_paths)
         )
+        paths = [(m, path) for m, paths in self.backward_paths.items() for path in paths]
+        # (micro-batch, rank, ns) of each sample's backward if all have one; estimates are asked for often.
+        self.single_backwards = (
+            [(m, v.rank, v.backward_ns) for m, (v,) in paths] if all(len(p) == 1 for _, p in paths) else None
+        )
 
     def estimate_ready(self, wanted_starts: Sequence[int]) -> list[int]:
         """Estimates when each micro-batch has its inputs, in ns, if upstream takes micro-batches by their
@@ -172,6 +177,11 @@ class _UpstreamEstimate:
         order hardly matters.
         """
         clock = self.forward_work.copy()
+        if self.single_backwards is not None:
+            for m, rank, ns in sorted(self.single_backwards, key=lambda visit: arrivals[visit[0]]):
+                start = clock[rank]
+                clock[rank] = (arrivals[m] if arrivals[m] > start else start) + ns
+            return max(clock.values(), default=0)
         for m in sorted(self.backward_paths, key=arrivals.__getitem__):
             for path in self.backward_paths[m]:
                 section_ends: dict[str, int] = {}

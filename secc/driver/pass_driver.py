@@ -22,7 +22,7 @@ from secc.codegen.fused_module import plan_rewrites, render_fused_module
 from secc.cost.counting.example_arguments import CollatedSamples
 from secc.driver import layer_capture
 from secc.driver.compile_options import TakenBack
-from secc.driver.section_variants import choose_sections, passes_before
+from secc.driver.section_variants import KnownVariants, choose_sections, passes_before
 from secc.driver.taken_back import TakenBackChoices
 from secc.errors import ImpossibleChoice, UserError
 from secc.frontend.capture.capture import Capture, capture_model
@@ -110,6 +110,7 @@ class Planner:
         self._captured_fallbacks, self._keep_fallbacks = source.capture.has_fallbacks, True
         self.captured_text = print_module(source.make_ir(source.capture))
         self._cuts: SinkBoundaries | None = None  # of the first of the plans that are made in turn
+        self._variants: KnownVariants = {}  # of sections, for plans of the same graph with other choices
 
     def plan_model(self) -> PlannedModule:
         """Plans the model, again without each choice that proves impossible.
@@ -205,7 +206,7 @@ class Planner:
         grouped = passes_before("coarsen", passes)
         first = self._run_passes(module, grouped)
         with self.time_step("passes"):
-            passes = choose_sections(module, self._with_known_cuts(passes))
+            passes = choose_sections(module, self._with_known_cuts(passes), self._variants)
         self._cuts = next(step for step in passes if isinstance(step, SinkBoundaries))
         rest = self._run_passes(module, passes_before(FIRST_PLACEMENT_PASS, passes), len(grouped))
         return _AllocatedModule(module, text_before, capture, passes, [*first.dumps, *rest.dumps])

@@ -22,8 +22,8 @@ from xdsl.passes import ModulePass
 
 from secc.errors import UserError
 from secc.ir.dialect.ops import graph_of, strings_of
-from secc.ir.text_io.module_text import make_context
-from secc.pass_pipeline import PipelineRun, run_passes
+from secc.ir.text_io.module_text import make_context, print_module
+from secc.pass_pipeline import PipelineRun, format_pass, run_passes
 from secc.passes.allocate import Allocate, SolvedAllocation
 from secc.passes.coarsen import KEEP, MERGE, Coarsen
 from secc.passes.sink_boundaries import CutOutcome, SinkBoundaries
@@ -60,16 +60,24 @@ def run_to_lowered(module: ModuleOp, passes: Sequence[ModulePass]) -> PipelineRu
     return PipelineRun(first.dumps + rest.dumps, first.seconds + rest.seconds)
 
 
-def choose_sections(module: ModuleOp, passes: Sequence[ModulePass]) -> tuple[ModulePass, ...]:
+KnownVariants = dict[tuple[str, ...], VariantTimes]  # by the text of a module and of the passes on it
+
+
+def choose_sections(
+    module: ModuleOp, passes: Sequence[ModulePass], known: KnownVariants | None = None
+) -> tuple[ModulePass, ...]:
     """Returns `passes` with the better variants in the options of `coarsen` and `sink-boundaries`.
 
     `module` is the IR that `coarsen` will be applied to; it is not changed. A pass comes back unchanged if
-    its variants give the same sections or none can be allocated, and if `coarsen` has no cluster.
+    its variants give the same sections or none can be allocated, and if `coarsen` has no cluster. `known`:
+    what was found for other plans of the same model; what is found now is added.
     """
-    return _choose_boundaries(module, _choose_small_towers(module, passes))
+    return _choose_boundaries(module, _choose_small_towers(module, passes, {} if known is None else known))
 
 
-def _choose_small_towers(module: ModuleOp, passes: Sequence[ModulePass]) -> tuple[ModulePass, ...]:
+def _choose_small_towers(
+    module: ModuleOp, passes: Sequence[ModulePass], known: KnownVariants
+) -> tuple[ModulePass, ...]:
     coarsen = _find_pass(passes, Coarsen)
     if not coarsen.cluster or coarsen.by != "component":
         return tuple(passes)
@@ -77,8 +85,13 @@ def _choose_small_towers(module: ModuleOp, passes: Sequence[ModulePass]) -> tupl
     context = make_context()
     if merged.partition_blocks(context, module) == kept.partition_blocks(context, module):
         return tuple(passes)
-    allocate = _find_pass(passes, Allocate)
-    times = _compare_variants(module, merged, kept, _find_pass(passes, SinkBoundaries), allocate)
+    allocate, sink = _find_pass(passes, Allocate), _find_pass(passes, SinkBoundaries)
+    # The variants are compared without the user's pins, which may name sections that only one of them has.
+    free = Allocate(cluster=allocate.cluster, global_batch=allocate.global_batch)
+    key = print_module(module), *map(format_pass, (merged, kept, sink, free))
+    if key not in known:
+        known[key] = _compare_variants(module, merged, kept, sink, free)
+    times = known[key]
     if times.best is None:
         return tuple(passes)
     chosen = merged if times.best == MERGE else kept
@@ -148,10 +161,9 @@ def passes_before(name: str, passes: Sequence[ModulePass]) -> tuple[ModulePass, 
 def _compare_variants(
     module: ModuleOp, merged: Coarsen, kept: Coarsen, sink: SinkBoundaries, allocate: Allocate
 ) -> VariantTimes:
-    # The variants are compared without the user's pins, which may name sections that only one of them has.
-    free = Allocate(cluster=allocate.cluster, global_batch=allocate.global_batch)
-    solved = [_solve_variant(module, variant, sink, free) for variant in (merged, kept)]
-    (of_merged, of_kept), simulated = _compare_solutions(free, solved)
+    """The step times of the plans with small towers merged and kept."""
+    solved = [_solve_variant(module, variant, sink, allocate) for variant in (merged, kept)]
+    (of_merged, of_kept), simulated = _compare_solutions(allocate, solved)
     return VariantTimes(of_merged, of_kept, simulated)
 
 

@@ -22,7 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from operator import add
+
+import torch
+from torch import Tensor
 
 from secc.alloc.problem.build_problem import expert_parts, list_rank_loads, parallel_shapes
 from secc.alloc.problem.candidate_memory import memory_on_rank
@@ -35,23 +37,29 @@ from secc.alloc.refine.schedule_evaluation import BatchSamples, plan_symbols
 from secc.bounds.additive import split_additive
 from secc.ir.dialect.ops import strings_of
 from secc.runtime.plan.batch_sizes import combine_sizes
-from secc.runtime.plan.expr_eval import evaluate_expr_columns
+from secc.runtime.plan.expr_eval import evaluate_expr_tensor
+from secc.runtime.plan.int_columns import int_tensor
 from secc.runtime.plan.sample_predicates import is_active
+
+MOST_NS = 1 << 52  # of one sample, so that integers of 64 bits hold what it adds on all ranks of a replica
 
 
 @dataclass(frozen=True)
 class _SampleTimes:
-    """Of each active sample of a section, by its position: ns of rank time that it adds however micro-batches
-    are formed, and ns that its forward and its backward take alone."""
+    """Of each active sample of a section, in their order: ns of rank time that it adds however micro-batches
+    are formed, and ns that its forward and its backward take alone, as int64 tensors [active samples]."""
 
-    work: Mapping[int, int]
-    forward: Mapping[int, int]
-    backward: Mapping[int, int]
+    work: Tensor
+    forward: Tensor
+    backward: Tensor
 
     def least_of_each(self, other: _SampleTimes) -> _SampleTimes:
         """The lesser figure of each sample."""
-        pairs = ((self.work, other.work), (self.forward, other.forward), (self.backward, other.backward))
-        return _SampleTimes(*({p: min(ns, theirs[p]) for p, ns in own.items()} for own, theirs in pairs))
+        return _SampleTimes(
+            torch.minimum(self.work, other.work),
+            torch.minimum(self.forward, other.forward),
+            torch.minimum(self.backward, other.backward),
+        )
 
 
 def bound_every_plan(work: Workload, pins: Pins, ranks: int, batches: Sequence[BatchSamples]) -> int:
@@ -68,10 +76,11 @@ def bound_every_plan(work: Workload, pins: Pins, ranks: int, batches: Sequence[B
         ]
         if not ways:
             return 0
-        sums = [measure.sum_by_batch(times.work) for times in ways]
+        active = measure.active_samples(load)
+        sums = [measure.sum_by_batch(active, times.work) for times in ways]
         totals = [total + min(own) for total, own in zip(totals, zip(*sums, strict=True), strict=True)]
         least = reduce(_SampleTimes.least_of_each, ways)
-        chain[name] = _extend_chains(work, load, chain, least, len(measure.batch_of))
+        chain[name] = _extend_chains(work, load, chain, active, least, len(measure.batch_of))
     longest = [0] * len(batches)
     for paths in chain.values():
         for batch, ns in zip(measure.batch_of, map(max, *paths), strict=True):
@@ -84,19 +93,21 @@ def _extend_chains(
     work: Workload,
     load: SectionLoad,
     before: Mapping[str, tuple[list[int], list[int]]],
+    active: Sequence[int],
     times: _SampleTimes,
     count: int,
 ) -> tuple[list[int], list[int]]:
     """Ns of the longest paths of each sample that end with a section's forward, and with forwards up to the
     section and backwards from there; `before` has those of the sections that feed it."""
     forward, both = [0] * count, [0] * count
-    for p, own in times.forward.items():
+    own_times = zip(active, times.forward.tolist(), times.backward.tolist(), strict=True)
+    for p, own, own_backward in own_times:
         sources = [(before[e.src], e.grad) for e in work.crossings if e.dst == load.name]
         arrival = max((forwards[p] for (forwards, _), _ in sources), default=0)
         returned = max((boths[p] if grad else forwards[p] for (forwards, boths), grad in sources), default=0)
         if load.mode != "forward":
             forward[p] = arrival + own
-            both[p] = max(arrival, returned) + own + times.backward[p]
+            both[p] = max(arrival, returned) + own + own_backward
     return forward, both
 
 
@@ -119,10 +130,15 @@ class _BatchTimes:
                 sizes = [{**own, **widths} for own in sizes]
             self._sizes += sizes
 
-    def sum_by_batch(self, figures: Mapping[int, int]) -> list[int]:
-        """Sums of figures by sample, one for each batch."""
+    def active_samples(self, load: SectionLoad) -> list[int]:
+        """The positions of the samples that activate a section."""
+        when = strings_of(load.section.when)
+        return [p for p, sample in enumerate(self._samples) if is_active(when, sample.pattern)]
+
+    def sum_by_batch(self, active: Sequence[int], figures: Tensor) -> list[int]:
+        """Sums of figures of active samples, one for each batch."""
         found = [0] * (1 + max(self.batch_of, default=-1))
-        for p, figure in figures.items():
+        for p, figure in zip(active, figures.tolist(), strict=True):
             found[self.batch_of[p]] += figure
         return found
 
@@ -131,9 +147,8 @@ class _BatchTimes:
     ) -> Iterator[_SampleTimes]:
         """Yields the times under each way to run a section that fits a rank's memory with as many replicas as
         there can be, which need least. What fits without recomputation takes longer with it."""
-        when = strings_of(load.section.when)
-        active = [p for p, sample in enumerate(self._samples) if is_active(when, sample.pattern)]
-        columns = {name: [self._sizes[p][name] for p in active] for name in self._sizes[0]}
+        active = self.active_samples(load)
+        columns = {name: int_tensor([self._sizes[p][name] for p in active]) for name in self._sizes[0]}
         for shape in parallel_shapes(work, load, pins, ranks):
             fitting: dict[ReplicaShape, dict[str, SectionLoad]] = {}
             for ep in expert_parts(work, load, pins, shape, ranks):
@@ -149,7 +164,7 @@ class _BatchTimes:
             for found in fitting.values():
                 for recompute, rank in found.items():
                     if recompute == "none" or "none" not in found:
-                        yield self._times_of(work, load, rank, recompute, active, columns)
+                        yield self._times_of(work, load, rank, recompute, len(active), columns)
 
     def _times_of(
         self,
@@ -157,10 +172,11 @@ class _BatchTimes:
         load: SectionLoad,
         rank: SectionLoad,
         recompute: str,
-        active: Sequence[int],
-        columns: Mapping[str, Sequence[int]],
+        count: int,
+        columns: Mapping[str, Tensor],
     ) -> _SampleTimes:
-        """Times on replicas of a rank's shape. A sample may be computed by a subgroup of the ranks of cp."""
+        """Times of `count` active samples on replicas of a rank's shape. A sample may be computed by a
+        subgroup of the ranks of cp."""
         cp = rank.shape.cp
         found: list[_SampleTimes] = []
         for ranks in (n for n in range(1, cp + 1) if cp % n == 0):
@@ -169,52 +185,50 @@ class _BatchTimes:
             key = work.cluster.device.kind, load.name, shape, rank.row_attention, recompute
             if key not in self._cached:
                 own = rank if ranks == cp else work.rank_load(load, shape, rank.row_attention)
-                self._cached[key] = self._times_on_ranks(own, recompute, active, columns)
+                self._cached[key] = self._times_on_ranks(own, recompute, count, columns)
             found.append(self._cached[key])
         return reduce(_SampleTimes.least_of_each, found)
 
     def _times_on_ranks(
-        self,
-        rank: SectionLoad,
-        recompute: str,
-        active: Sequence[int],
-        columns: Mapping[str, Sequence[int]],
+        self, rank: SectionLoad, recompute: str, count: int, columns: Mapping[str, Tensor]
     ) -> _SampleTimes:
         """Times where all ranks of cp share each sample."""
         forward_ns, backward_ns = rank.pass_ns(recompute)
         (forward, added), (backward, also_added) = (
-            self._times_of_stages(rank, text, columns, len(active))
+            self._times_of_stages(rank, text, columns, count)
             for text in (forward_ns, "0" if rank.mode == "forward" else backward_ns)
         )
-        ranks = rank.shape.tp * rank.shape.cp
-        weights = [ranks * (a + b) for a, b in zip(added, also_added, strict=True)]
-        columns_by_sample = (
-            dict(zip(active, figures, strict=True)) for figures in (weights, forward, backward)
-        )
-        return _SampleTimes(*columns_by_sample)
+        return _SampleTimes(rank.shape.tp * rank.shape.cp * (added + also_added), forward, backward)
 
     def _times_of_stages(
-        self, rank: SectionLoad, text: str, columns: Mapping[str, Sequence[int]], count: int
-    ) -> tuple[list[int], list[int]]:
+        self, rank: SectionLoad, text: str, columns: Mapping[str, Tensor], count: int
+    ) -> tuple[Tensor, Tensor]:
         """(ns of each sample alone, ns that it adds at least to any micro-batch), summed over the stages,
         where the rank with the longest stages takes `text`. Each stage's time is rounded down."""
         branches = [
             (
-                evaluate_expr_columns(parts.additive, columns, count),
-                evaluate_expr_columns(parts.rest, columns, count),
+                evaluate_expr_tensor(parts.additive, columns, count, MOST_NS),
+                evaluate_expr_tensor(parts.rest, columns, count, MOST_NS),
             )
             for parts in split_additive(text, self._symbols)
         ]
         added = max(
-            ([a + b // self._most_together for a, b in zip(*branch, strict=True)] for branch in branches),
-            key=sum,
+            (additive + rest // self._most_together for additive, rest in branches),
+            key=lambda ns: sum(ns.tolist()),
         )
-        alone = [max(figures) for figures in zip(*(map(add, *branch) for branch in branches), strict=True)]
-        stages = rank.shape.stages
-        less = stages if stages > 1 else 0
-        return [max(0, rank.stages.sum_over(ns) - less) for ns in alone], [
-            max(0, rank.stages.sum_over(ns) - less) for ns in added
-        ]
+        alone = reduce(torch.maximum, (additive + rest for additive, rest in branches))
+        return _sum_over_stages(rank, alone), _sum_over_stages(rank, added)
+
+
+def _sum_over_stages(rank: SectionLoad, ns: Tensor) -> Tensor:
+    """Ns over all stages of what takes the rank with the longest ones `ns`, each rounded down."""
+    stages, least = rank.shape.stages, ns.clamp(min=0)
+    if stages == 1:
+        return least
+    whole, part = rank.stages.longest.numerator, rank.stages.longest.denominator
+    if len(ns) and int(least.max()) * part >= 1 << 63:
+        return int_tensor([max(0, rank.stages.sum_over(n) - stages) for n in least.tolist()])
+    return (least * part // whole - stages).clamp(min=0)
 
 
 def _has_room(work: Workload, rank: SectionLoad, ranks: int, sharding: str, recompute: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
+from operator import le
 
 from secc import process_map
 from secc.alloc.problem import candidate_pruning
@@ -18,7 +19,12 @@ from secc.alloc.problem.allowed_choices import (
     require_offload,
     require_rank_load,
 )
-from secc.alloc.problem.candidates import fixed_memory_fits, micro_batches_held, price_fitting_candidates
+from secc.alloc.problem.candidates import (
+    fixed_memory_fits,
+    micro_batches_held,
+    price_fitting_candidates,
+    time_without_update_ns,
+)
 from secc.alloc.problem.dealt_prices import DealtPrices
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.row_parts import row_part_choices
@@ -39,25 +45,36 @@ from secc.runtime.validation.send_window import DEFAULT_SEND_LIMIT
 
 MAX_EXPERT_PARTS = 64  # the largest ep that is considered without a pin
 _Choices = tuple[int, int, int, str, str, int]  # ep, dp, micro-batch, sharding, recompute, backward parts
-# From this number of ranks on, forked processes price a section's many candidates faster.
+# From this number of ranks on, forked processes price a section's many candidates faster, and those that take
+# very long are not priced.
 PARALLEL_PRICING_RANKS = 64
+TIME_LIMIT_RATIO = 5
+FAR_WITHIN_RATIO = 4  # with a time of at most this part of the limit, no other way is held against it
 
 
 def build_problem(
-    work: Workload, ranks: int, strategy: str, pins: Pins, free: bool = True, most_dealt: int | None = None
+    work: Workload,
+    ranks: int,
+    strategy: str,
+    pins: Pins,
+    free: bool = True,
+    most_dealt: int | None = None,
+    most_ns: int | None = None,
 ) -> Problem:
     """Builds the solver's problem for `ranks` devices.
 
     With `free=False` only pinned sections have replicas of several ranks. Given `most_dealt`, sections with
     cp deal their micro-batches if that is not pinned, in candidates with at most that many ns of work of all
-    ranks if they did not. Raises UserError for pins that leave a section without a candidate.
+    ranks if they did not. Given `most_ns`, candidates in which a rank computes for longer than that are left
+    out; clusters of several kinds of devices have all. Raises UserError for pins that leave a section without
+    a candidate.
     """
     if work.by_kind and strategy in {"auto", "apart"} and ranks == work.cluster.ranks:
         return _build_mixed_problem(work, strategy, pins, free)
     capacity, by_micro_batch = work.cluster.device.usable_memory, strategy == "uniform"
     sections: dict[str, tuple[Candidate, ...]] = {}
     for name, fitting in _fitting_candidates(
-        work, work.loads, ranks, pins, free, by_micro_batch, most_dealt=most_dealt
+        work, work.loads, ranks, pins, free, by_micro_batch, most_dealt=most_dealt, most_ns=most_ns
     ).items():
         on_all_kinds = (replace(c, kind=ALL_KINDS) for c in fitting) if work.by_kind else fitting
         sections[name] = candidate_pruning.prune_dominated(on_all_kinds, capacity, by_micro_batch)
@@ -143,6 +160,32 @@ def count_usable_ranks(work: Workload, strategy: str, pins: Pins, ranks: int) ->
     return max(counts) if strategy in {"colocate", "uniform"} else sum(counts)
 
 
+def estimate_longest_time(work: Workload, ranks: int, pins: Pins, free: bool = True) -> int | None:
+    """Ns that a rank computes for a section at most in plans worth a look: `TIME_LIMIT_RATIO` times what all
+    sections take on most ranks, one after the other, if activations needed no memory. None where candidates
+    are too few to leave any out."""
+    if ranks < PARALLEL_PRICING_RANKS or work.by_kind:
+        return None
+    capacity, total = work.cluster.device.usable_memory, 0
+    for name, load in work.loads.items():
+        times: list[int] = []
+        for shape in parallel_shapes(work, load, pins, ranks, free):
+            most = min(ranks // shape.ranks, work.global_batch)
+            counts = candidate_pruning.replica_counts(shape.ranks, ranks, work.cluster.per_node, most)
+            dp = max(pins.dp_choices(name, most, counts), default=0)
+            sizes, _ = _micro_batch_limits(work, load, pins, -(-work.active_sample_count(load) // max(1, dp)))
+            times += (
+                time_without_update_ns(work, by_norms[0], dp, size, "none", recompute)
+                for (sharding, recompute), offload, by_norms in list_rank_loads(work, load, shape, pins)
+                if dp and fixed_memory_fits(by_norms[0], dp, sharding, offload, capacity)
+                for size in sizes
+            )
+        if not times:
+            return None
+        total += min(times)
+    return TIME_LIMIT_RATIO * total
+
+
 def _fitting_candidates(
     work: Workload,
     loads: Mapping[str, SectionLoad],
@@ -152,9 +195,10 @@ def _fitting_candidates(
     by_micro_batch: bool = False,
     whole: bool = False,
     most_dealt: int | None = None,
+    most_ns: int | None = None,
 ) -> dict[str, list[Candidate]]:
     """Undominated candidates of sections on up to `ranks` devices, or with `whole` on exactly that many.
-    most_dealt: see `build_problem`.
+    most_dealt, most_ns: see `build_problem`.
 
     Candidates that fit no device are included only for sections without a fitting one.
     """
@@ -163,15 +207,17 @@ def _fitting_candidates(
     prices = {name: DealtPrices(work, load) for name, load in loads.items()}
 
     map_shapes = process_map.map_in_processes if ranks >= PARALLEL_PRICING_RANKS else map
-    asked = pins.as_text, pins.refused, ranks, whole, by_micro_batch  # what candidates depend on
+    # what candidates depend on
+    asked = pins.as_text, pins.refused, ranks, whole, by_micro_batch, most_ns
 
     def price_shapes(names: Sequence[str], most: int | None) -> dict[str, list[Candidate]]:
         def of_shape(item: tuple[str, ReplicaShape]) -> tuple[Candidate, ...]:
             name, shape = item
             base = work.without_offloads
             known = base.cached_candidates.get((asked, most, name, shape)) if base is not None else None
+            least = min(s.ranks for s in shapes[name])
             of_this_shape = _candidates_of_shape(
-                work, loads[name], ranks, pins, shape, min(s.ranks for s in shapes[name]), whole, most, known
+                work, loads[name], ranks, pins, shape, least, whole, most, most_ns, known
             )
             return candidate_pruning.prune_dominated(of_this_shape, capacity, by_micro_batch)
 
@@ -223,11 +269,12 @@ def _candidates_of_shape(
     least: int,
     whole: bool,
     capacity: int | None,
+    most_ns: int | None,
     known: Sequence[Candidate] | None = None,
 ) -> Iterator[Candidate]:
-    """Yields the candidates of one (tp, pp, cp) that need at most `capacity` bytes. `least` is the number of
-    ranks of the smallest replica. `known`: the undominated ones without offload, if they are priced already;
-    these are not priced again."""
+    """Yields the candidates of one (tp, pp, cp) that need at most `capacity` bytes, and at most `most_ns` on
+    a rank. `least` is the number of ranks of the smallest replica. `known`: the undominated ones without
+    offload, if they are priced already; these are not priced again."""
     by_choices: dict[_Choices, list[Candidate]] = {}
     for c in known or ():
         by_choices.setdefault(_choices_of(c), []).append(c)
@@ -241,6 +288,7 @@ def _candidates_of_shape(
             least,
             whole,
             capacity,
+            most_ns,
             None if known is None else by_choices,
         )
 
@@ -276,6 +324,7 @@ def _candidates_of_parts(
     least: int,
     whole: bool,
     capacity: int | None,
+    most_ns: int | None,
     known: Mapping[_Choices, Sequence[Candidate]] | None,
 ) -> Iterator[Candidate]:
     """Yields the candidates of one shape; `known` has those without offload that are priced already."""
@@ -293,13 +342,21 @@ def _candidates_of_parts(
     if size_of_replica > least and (pins.pinned_number(load.name, "dp") or 1) > most:
         return  # the pinned dp is possible with smaller replicas only
     all_ways = list_rank_loads(work, load, shape, pins)
-    for dp in pins.dp_choices(
-        load.name, most, candidate_pruning.replica_counts(size_of_replica, ranks, work.cluster.per_node, most)
-    ):
-        if whole and dp * size_of_replica != ranks:
-            continue
-        if dp % replicas:
-            continue
+    counts = [
+        dp
+        for dp in pins.dp_choices(
+            load.name,
+            most,
+            candidate_pruning.replica_counts(size_of_replica, ranks, work.cluster.per_node, most),
+        )
+        if dp % replicas == 0 and (dp * size_of_replica == ranks or not whole)
+    ]
+    by_count = {dp: list[Candidate]() for dp in counts}
+    # By mode and shape: what did not fit, as (samples of a micro-batch, micro-batches held). Larger
+    # micro-batches, more of them, and fewer replicas need more of the device; what is in host memory depends
+    # on all micro-batches. A single copy of the parameters needs no memory for sums, so it is apart.
+    exceeded: dict[tuple[tuple[str, str], ReplicaShape, bool], list[tuple[int, int, int]]] = {}
+    for dp in sorted(counts, reverse=True):
         fixed_fits = {
             (sharding, offload): capacity is None
             or fixed_memory_fits(replica, dp, sharding, offload, capacity)
@@ -309,25 +366,66 @@ def _candidates_of_parts(
         samples = -(-work.active_sample_count(load) // dp)
         sizes, limits = _micro_batch_limits(work, load, pins, samples)
         ways = [(mode, by_norms) for mode, offload, by_norms in all_ways if fixed_fits[mode[0], offload]]
-        # By mode and shape: what a micro-batch of fewer samples did not fit with. More samples need more of
-        # the device; what is in host memory depends on all micro-batches.
-        exceeded: dict[tuple[tuple[str, str], ReplicaShape], tuple[int, int]] = {}
+        times = _LeastTimes(work, dp, most_ns)
+        if ways and times.are_far_within(all_ways[0][2][0], sizes[0]):
+            times = _LeastTimes(work, dp, None)
         for size in sizes:
             for mode, by_norms in ways:
                 first = by_norms[0].shape
+                if not times.are_within(by_norms[0], size, *mode):
+                    continue
                 if known is not None and first.offload == "none":
-                    yield from known.get((shape.ep, dp, size, *mode, first.backward_parts), ())
+                    by_count[dp] += known.get((shape.ep, dp, size, *mode, first.backward_parts), ())
                     continue
                 found: list[Candidate] = []
                 for rank in by_norms:
-                    held = micro_batches_held(work, rank, dp, size)
-                    if exceeded.get((mode, rank.shape)) != held:
-                        found = price_fitting_candidates(work, rank, dp, size, *mode, capacity)
-                        if found:
-                            break
-                        if rank.shape.offload == "none":
-                            exceeded[mode, rank.shape] = held
-                yield from (replace(c, **limits) for c in found) if limits else found
+                    held = size, *micro_batches_held(work, rank, dp, size)
+                    failed = exceeded.setdefault((mode, rank.shape, dp * rank.shape.cp > 1), [])
+                    if any(all(map(le, less, held)) for less in failed):
+                        continue
+                    found = price_fitting_candidates(work, rank, dp, size, *mode, capacity)
+                    if found:
+                        break
+                    if rank.shape.offload == "none":
+                        failed.append(held)
+                by_count[dp] += (replace(c, **limits) for c in found) if limits else found
+        if not times.any_within:
+            break  # with fewer replicas, each computes for longer
+    for dp in counts:
+        yield from by_count[dp]
+
+
+class _LeastTimes:
+    """Least times of `dp` replicas, held against a limit in ns, None for no limit. `any_within`: whether a
+    time that was asked for is within it."""
+
+    def __init__(self, work: Workload, dp: int, limit: int | None) -> None:
+        self._work, self._dp, self._limit = work, dp, limit
+        self._known: dict[tuple[int, int, str], bool] = {}
+        self.any_within = limit is None
+
+    def are_far_within(self, rank: SectionLoad, size: int) -> bool:
+        """Whether steps take no more than a part of the limit even with the smallest micro-batches, of `size`
+        samples, and layers that run again, so that no way needs to be held against it."""
+        if self._limit is None:
+            return True
+        most_ns = time_without_update_ns(self._work, rank, self._dp, size, "none", "full")
+        return FAR_WITHIN_RATIO * most_ns <= self._limit
+
+    def are_within(self, rank: SectionLoad, size: int, sharding: str, recompute: str) -> bool:
+        """Whether a step is within the limit with micro-batches of `size` samples."""
+        if self._limit is None:
+            return True
+        # Times without sharding are memoised and hold for most of its ways. ZeRO-3 takes longer.
+        key = id(rank), size, recompute
+        if key not in self._known:
+            least_ns = time_without_update_ns(self._work, rank, self._dp, size, "none", recompute)
+            self._known[key] = least_ns <= self._limit
+            self.any_within |= self._known[key]
+        return self._known[key] and (
+            sharding != "zero3"
+            or time_without_update_ns(self._work, rank, self._dp, size, sharding, recompute) <= self._limit
+        )
 
 
 def list_rank_loads(

@@ -67,6 +67,19 @@ def price_fitting_candidates(
     return _vary_in_flight(work, load, candidate, rank)
 
 
+def time_without_update_ns(
+    work: Workload, load: SectionLoad, dp: int, size: int, sharding: str, recompute: str
+) -> int:
+    """Ns that a rank computes in a step, or waits for other stages in the middle of it, without gradient sums
+    and the optimizer."""
+    busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
+    if load.mode == "forward" or load.shape.pp == 1:
+        return busy.total_ns
+    return (
+        busy.total_ns + pipeline_bubble_ns(load, size, busy) // work.cluster.device.framework.virtual_stages
+    )
+
+
 def micro_batches_held(work: Workload, load: SectionLoad, dp: int, size: int) -> tuple[int, int]:
     """(2 if a rank sums the gradients of several micro-batches of `size` samples, else 1; micro-batches that
     it holds while it alternates forwards and backwards). With the same figures memory grows with `size`."""

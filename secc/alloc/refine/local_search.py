@@ -101,11 +101,7 @@ def refine_by_simulation(
 
     def evaluate_request(request: EvaluationRequest) -> Evaluation:
         a, ranks, batch = request
-        return (
-            evaluator.estimate(a, ranks)
-            if batch is None
-            else evaluator.evaluate_batch(a, ranks, evaluator.batches[batch])
-        )
+        return evaluator.estimate(a, ranks) if batch is None else evaluator.evaluate_batch(a, ranks, batch)
 
     with process_map.process_mapper(evaluate_request) as evaluate_in_parallel:
 

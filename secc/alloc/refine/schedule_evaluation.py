@@ -66,6 +66,7 @@ from secc.runtime.plan.schema import (
     rank_position,
 )
 from secc.runtime.plan.step_program import SampleMeta, gather_rounds, replica_first_ranks
+from secc.runtime.schedule.micro_batches import KnownPackings
 from secc.runtime.schedule.scheduler import ScheduleCandidate as Order
 from secc.runtime.schedule.scheduler import find_candidate
 
@@ -148,7 +149,8 @@ class PlanEvaluator:
 
     `run_ahead`: bytes that frozen sections may keep for the next step, None for what memory allows
     (`secc.alloc.refine.prefetch_memory`). `known`: evaluations of plans of the same work, which problems with
-    other candidates or prices share; `evaluate_once` adds to them.
+    other candidates or prices share; `evaluate_once` adds to them. `packings`: the micro-batches of sections,
+    by batch; many plans share those of a section.
     """
 
     def __init__(
@@ -163,6 +165,7 @@ class PlanEvaluator:
         count = max(1, min(MAX_DRAWN_BATCHES, MAX_DRAWN_SAMPLES // work.global_batch))
         drawn = drawn_samples.draw_batches(work.graph, work.global_batch, count)
         self.batches = _put_typical_first(work, drawn) if drawn else [_mean_samples_batch(work)]
+        self.packings = [KnownPackings() for _ in self.batches]
         self.message_ns = {(e.src, e.dst): self._message_ns(e.src, e.dst) for e in problem.edges}
 
     def evaluate(self, assignment: Assignment, ranks: GroupRanks) -> Evaluation:
@@ -174,9 +177,7 @@ class PlanEvaluator:
             self.evaluate_once(
                 [(assignment, ranks, i) for i in range(len(self.batches))],
                 lambda requests: [
-                    *map_requests(
-                        lambda r: self.evaluate_batch(r[0], r[1], self.batches[r[2] or 0]), requests
-                    )
+                    *map_requests(lambda r: self.evaluate_batch(r[0], r[1], r[2] or 0), requests)
                 ],
             )
         )
@@ -185,9 +186,7 @@ class PlanEvaluator:
         """Evaluation on the first batch."""
         (evaluation,) = self.evaluate_once(
             [(assignment, ranks, 0)],
-            lambda requests: [
-                self.evaluate_batch(a, of_group, self.batches[0]) for a, of_group, _ in requests
-            ],
+            lambda requests: [self.evaluate_batch(a, of_group) for a, of_group, _ in requests],
         )
         return evaluation
 
@@ -213,19 +212,21 @@ class PlanEvaluator:
     def estimate(self, assignment: Assignment, ranks: GroupRanks) -> Evaluation:
         """Evaluation on the first batch with the first order that the scheduler finds; takes a small part
         of the time."""
-        return self.evaluate_batch(assignment, ranks, self.batches[0], soon=True)
+        return self.evaluate_batch(assignment, ranks, soon=True)
 
     def evaluate_batch(
-        self, assignment: Assignment, ranks: GroupRanks, batch: BatchSamples, *, soon: bool = False
+        self, assignment: Assignment, ranks: GroupRanks, index: int = 0, *, soon: bool = False
     ) -> Evaluation:
-        """Evaluation on one batch. With `soon` the scheduler does not search for better orders."""
+        """Evaluation on the batch of this index. With `soon` the scheduler does not search for better
+        orders."""
+        batch = self.batches[index]
         chosen = {s: cs[assignment.choice[s]] for s, cs in self.problem.sections.items()}
         plan = self._build_plan(assignment, chosen, ranks)
         message_ns = self.message_ns | {
             (s, s): self._stage_message_ns(s, c) for s, c in chosen.items() if c.pp > 1
         }
         with pause_gc():
-            order = find_candidate(plan, batch, soon=soon)
+            order = find_candidate(plan, batch, soon=soon, packings=self.packings[index])
             timeline = _OrderTimeline(order, message_ns)
             time_ns = self._step_end(plan, chosen, order, timeline, batch)
             fits = self._fits_memory(plan, chosen, timeline)

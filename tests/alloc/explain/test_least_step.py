@@ -44,8 +44,8 @@ def staged_problem(ranks: int) -> tuple[Workload, BatchSamples]:
     return work, sample_sizes.draw_batches(graph, 16, 1)[0]
 
 
-def shortest_steps(asked: Problem, evaluator: PlanEvaluator, batch: BatchSamples, count: int) -> list[int]:
-    """Steps of `count` plans drawn from all with and without shared ranks, those that fit."""
+def shortest_steps(asked: Problem, evaluator: PlanEvaluator, count: int) -> list[int]:
+    """Steps on the first batch of `count` plans drawn from all with and without shared ranks, if they fit."""
     names = [*asked.sections]
     plans: list[Assignment] = []
     for i, a in enumerate(asked.sections[names[0]]):
@@ -56,7 +56,7 @@ def shortest_steps(asked: Problem, evaluator: PlanEvaluator, batch: BatchSamples
             if a.ranks == b.ranks:
                 plans.append(Assignment(choice, dict.fromkeys(names, names[0])))
     drawn = random.Random(3).sample(plans, min(count, len(plans)))
-    found = [evaluator.evaluate_batch(a, hand_out_ranks(asked, a), batch) for a in drawn]
+    found = [evaluator.evaluate_batch(a, hand_out_ranks(asked, a)) for a in drawn]
     return sorted(e.time_ns for e in found if e.fits)
 
 
@@ -67,7 +67,7 @@ def test_no_plan_on_cpus_takes_less_than_the_least_step(ragged: bool) -> None:
     asked = build_problem(evaluator.work, 3, "auto", Pins())
     batch = evaluator.batches[0]
     least = bound_every_plan(evaluator.work, Pins(), 3, [batch])
-    steps = shortest_steps(asked, evaluator, batch, 80)
+    steps = shortest_steps(asked, evaluator, 80)
     assert least <= steps[0] < 1.3 * least
 
 
@@ -79,7 +79,7 @@ def test_no_plan_of_shards_and_stages_takes_less_than_the_least_step() -> None:
     least = bound_every_plan(work, Pins(), 4, [batch])
     shapes = {(c.tp, c.pp) for c in asked.sections["lm"]}
     assert {(1, 1), (1, 2), (2, 1)} <= shapes
-    steps = shortest_steps(asked, evaluator, batch, 150)
+    steps = shortest_steps(asked, evaluator, 150)
     assert 0 < least <= steps[0]
 
 

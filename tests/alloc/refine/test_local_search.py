@@ -26,7 +26,7 @@ from secc.alloc.refine.local_search import (
     _LocalSearch,
     refine_by_simulation,
 )
-from secc.alloc.refine.schedule_evaluation import BatchSamples, Evaluation, GroupRanks, PlanEvaluator
+from secc.alloc.refine.schedule_evaluation import Evaluation, GroupRanks, PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation
 from secc.cluster import parse_cluster
 from secc.ir.analysis import sample_sizes
@@ -243,10 +243,10 @@ def test_a_plan_that_does_not_fit_on_later_batches_does_not_win(monkeypatch: pyt
     first, step = refined(), PlanEvaluator.evaluate_batch
 
     def fuller(
-        self: PlanEvaluator, a: Assignment, ranks: GroupRanks, batch: BatchSamples, *, soon: bool = False
+        self: PlanEvaluator, a: Assignment, ranks: GroupRanks, index: int = 0, *, soon: bool = False
     ) -> Evaluation:
-        found = step(self, a, ranks, batch, soon=soon)
-        return replace(found, fits=a != first.assignment or batch is self.batches[0])
+        found = step(self, a, ranks, index, soon=soon)
+        return replace(found, fits=a != first.assignment or not index)
 
     monkeypatch.setattr(PlanEvaluator, "evaluate_batch", fuller)
     evaluator.known.clear()

@@ -40,6 +40,7 @@ def test_the_evaluated_step_is_the_simulated_one(
     pins = [f"lm.{pin}" for pin in (*stages.split(), "dp=2", "tp=1", f"sharding={sharding}")]
     asked = build_problem(work, 8, "apart", parse_pins(pins, work.loads))
     evaluator = PlanEvaluator(work, asked)
+    evaluator.batches = [batch]
     vision = next(i for i, c in enumerate(asked.sections["vision"]) if c.ranks == 4)
     assignment = Assignment({"vision": vision, "lm": 0}, GROUPS)
     evaluator.message_ns = {}
@@ -60,7 +61,7 @@ def test_the_evaluated_step_is_the_simulated_one(
     traffic.__dict__["timed_reductions"] = reductions
     monkeypatch.setattr(Traffic, "optimizer_ns", lambda _, rank: optimizer_ns[rank])
     step = simulate(plan, batch, emit_candidate(find_candidate(plan, batch)), traffic)
-    evaluated = evaluator.evaluate_batch(assignment, hand_out_ranks(asked, assignment), batch)
+    evaluated = evaluator.evaluate_batch(assignment, hand_out_ranks(asked, assignment))
     assert evaluated.time_ns - work.cluster.device.overheads.step_ns(len(batch)) == step.end
 
 

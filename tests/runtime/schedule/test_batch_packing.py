@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.schedule.load_balance import assign_least_loaded, swap_until_balanced
-from secc.runtime.schedule.micro_batches import MicroBatchComposer
-from secc.runtime.schedule.scheduler import schedule_batch
+from secc.runtime.schedule.micro_batches import KnownPackings, MicroBatchComposer
+from secc.runtime.schedule.scheduler import find_candidate, schedule_batch
 from tests.runtime.schedule.plan_strategies import (
     limit_bytes,
     make_plan,
@@ -124,3 +124,20 @@ def test_micro_batches_take_at_least_the_shared_work_of_their_samples(p, samples
             s, [m.samples for m in schedule_batch(p, samples).micro_batches[s.name]]
         )
         assert sum(forward) + sum(backward) >= sum(composer.shared_work[s.name])
+
+
+@given(random_plans(), random_batches, st.data())
+def test_packings_of_other_plans_change_no_order(p, samples, data):
+    """Another section takes twice as long in the second plan; what depends on it is packed again."""
+    changed = data.draw(st.sampled_from(p.sections))
+    slower = dataclasses.replace(
+        changed, cost=dataclasses.replace(changed.cost, forward_ns=f"2*({changed.cost.forward_ns})")
+    )
+    other = dataclasses.replace(p, sections=tuple(slower if s is changed else s for s in p.sections))
+    packings: KnownPackings = {}
+    for plan in (p, other, p):
+        alone, found = find_candidate(plan, samples), find_candidate(plan, samples, packings=packings)
+        assert (found.task_order, found.makespan) == (alone.task_order, alone.makespan)
+        assert {name: t.micro_batches for name, t in found.tables.items()} == {
+            name: t.micro_batches for name, t in alone.tables.items()
+        }

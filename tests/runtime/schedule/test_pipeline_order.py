@@ -64,6 +64,35 @@ def test_a_replica_alone_takes_as_long_as_in_the_whole_step(lengths, stages, roo
     assert load.replica.simulate(order, [0] * len(samples)).end == simulate_tasks(step.graph).makespan
 
 
+@given(st.data(), st.integers(1, 4), st.integers(1, 8), st.booleans(), st.booleans())
+@settings(max_examples=150)
+def test_a_changed_order_is_simulated_from_where_it_differs_until_it_is_too_late(
+    data: st.DataObject, stages: int, count: int, split: bool, bounded: bool
+):
+    """The rest of a simulation gives the times of the whole one, and ends only where the end is too late."""
+    times = st.lists(
+        st.lists(st.integers(1, 20), min_size=count, max_size=count), min_size=stages, max_size=stages
+    )
+    limits = st.lists(st.integers(1, 40), min_size=stages, max_size=stages)
+    replica = PipelineReplica(
+        data.draw(times),
+        data.draw(times),
+        data.draw(times) if split else (),
+        data.draw(st.lists(st.integers(0, count), min_size=stages, max_size=stages)),
+        data.draw(times) if bounded else (),
+        data.draw(limits) if bounded else (),
+    )
+    ready = data.draw(st.lists(st.integers(0, 100), min_size=count, max_size=count))
+    order, changed = (data.draw(st.permutations(range(count))) for _ in range(2))
+    if data.draw(st.booleans()):  # one micro-batch more or less, as where one moves to another replica
+        changed = changed[:-1]
+    whole, known = replica.simulate(changed, ready), replica.simulate(order, ready)
+    for latest_end in (whole.end, whole.end + 5):
+        assert replica.simulate_within(changed, ready, latest_end, order, known) == whole
+    assert replica.simulate_within(changed, ready, whole.end - 1, order, known) in (None, whole)
+    assert replica.simulate_within(changed, ready, whole.end // 2) in (None, whole)
+
+
 @pytest.mark.parametrize(
     ("replicas", "stages", "split"), [(1, 4, True), (1, 2, False), (2, 3, True), (3, 2, True)]
 )
