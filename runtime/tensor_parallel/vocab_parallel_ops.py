@@ -88,7 +88,7 @@ class VocabShards:
         """Returns what normalises rows over `dim` (kept with size 1): [2, ...], the maximum and the log of
         the sum of exponentials above it, over the whole vocabulary."""
         top = x.amax(dim, keepdim=True)
-        total = (x - top.masked_fill(top == -torch.inf, 0.0)).exp().sum(dim, keepdim=True)
+        total = (x - top.masked_fill(top == -torch.inf, 0.0)).exp_().sum(dim, keepdim=True)
         maxima, sums = self._stack_ranks(torch.stack([top, total])).unbind(1)
         return combine_softmax_partials(maxima, sums)
 
@@ -216,7 +216,7 @@ class _LogSoftmax(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, dim: int, parts: VocabShards, to_float: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         wide = x.to(accumulator_dtype(x.dtype))
         greatest, log = parts.softmax_norms(wide, dim)
-        out = (wide - greatest - log).to(wide.dtype if to_float else x.dtype).contiguous()
+        out = (wide - greatest).sub_(log).to(wide.dtype if to_float else x.dtype).contiguous()
         ctx.dim, ctx.parts, ctx.dtype = dim, parts, x.dtype
         ctx.save_for_backward(out)
         return out
@@ -226,7 +226,8 @@ class _LogSoftmax(torch.autograd.Function):
         (out,) = ctx.saved_tensors
         wide = gradient.to(accumulator_dtype(gradient.dtype))
         total = ctx.parts.group.all_reduce(wide.sum(ctx.dim, keepdim=True))
-        return (wide - out.to(wide.dtype).exp() * total).to(ctx.dtype), None, None, None
+        # In place, as these are the largest tensors of a step; nothing is rounded otherwise.
+        return out.to(wide.dtype).exp().mul_(total).neg_().add_(wide).to(ctx.dtype), None, None, None
 
 
 class _Softmax(torch.autograd.Function):
@@ -236,7 +237,7 @@ class _Softmax(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, dim: int, parts: VocabShards, to_float: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         wide = x.to(accumulator_dtype(x.dtype))
         greatest, log = parts.softmax_norms(wide, dim)
-        out = (wide - greatest - log).exp().to(wide.dtype if to_float else x.dtype).contiguous()
+        out = (wide - greatest).sub_(log).exp_().to(wide.dtype if to_float else x.dtype).contiguous()
         ctx.dim, ctx.parts, ctx.dtype = dim, parts, x.dtype
         ctx.save_for_backward(out)
         return out
@@ -246,7 +247,7 @@ class _Softmax(torch.autograd.Function):
         (out,) = ctx.saved_tensors
         wide = gradient.to(accumulator_dtype(gradient.dtype))
         total = ctx.parts.group.all_reduce((wide * out).sum(ctx.dim, keepdim=True))
-        return (out * (wide - total)).to(ctx.dtype), None, None, None
+        return (wide - total).mul_(out).to(ctx.dtype), None, None, None
 
 
 class _VocabLogSumExp(torch.autograd.Function):
@@ -261,4 +262,5 @@ class _VocabLogSumExp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, (greatest, log) = ctx.saved_tensors
-        return (gradient * (x.to(log.dtype) - greatest - log).exp()).to(x.dtype), None, None
+        shares = (x.to(log.dtype) - greatest).sub_(log).exp_()
+        return shares.mul_(gradient).to(x.dtype), None, None

@@ -3,9 +3,14 @@ and gradients."""
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from secc.frontend.tp_search.thread_ranks import run_thread_ranks
 from secc.runtime.errors import UserError
@@ -97,3 +102,34 @@ def test_label_outside_of_the_vocabulary_is_rejected() -> None:
     x = VocabShards(TOKENS).log_softmax(logits(), 1)
     with pytest.raises(UserError, match="target 11 is not in a vocabulary of 11"):
         VocabShards(TOKENS).nll_loss(x, torch.full((5,), 11), None, 2, -100)
+
+
+class LargeTensors(TorchDispatchMode):
+    """Counts the tensors of at least `size` entries that are alive at once, of those made in its context."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.alive, self.most = size, set[int](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            key = t.untyped_storage()._cdata if isinstance(t, torch.Tensor) else None
+            if key is not None and t.numel() >= self.size and key not in known:
+                self.alive.add(key)
+                weakref.finalize(t.untyped_storage(), self.alive.discard, key)
+        self.most = max(self.most, len(self.alive))
+        return out
+
+
+@pytest.mark.parametrize("name", ["log_softmax", "softmax", "logsumexp"])
+def test_a_backward_makes_no_more_tensors_of_the_size_of_logits_than_it_returns(name: str) -> None:
+    x = torch.randn(64, 512, requires_grad=True)
+    out: torch.Tensor = getattr(VocabShards(512), name)(x, 1)
+    gradient = torch.randn(out.shape)
+    with LargeTensors(x.numel()) as made:
+        (found,) = torch.autograd.grad(out, x, gradient)
+    assert made.most == 1
+    expected = torch.autograd.grad(getattr(x, name)(1), x, gradient)[0]
+    torch.testing.assert_close(found, expected)
