@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from secc.driver.batch_of_one import find_fault_of_one
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
 from secc.errors import InexactPlan, UserError
@@ -30,12 +31,10 @@ from secc.runtime.model.source_lines import error_source_line
 from secc.runtime.plan.batch_sizes import read_symbol_sizes
 from secc.runtime.plan.unsplit_reason import TOKEN_MIXING_REMEDY
 from secc.runtime.sections.base import load_plan_module
-from secc.runtime.training.eager_reference import FLOAT32_TOLERANCES, LossAndGradients, compare_results
+from secc.runtime.training.eager_reference import FLOAT32_TOLERANCES, LossAndGradients
 from secc.runtime.training.evaluation import eval_mode
 from secc.runtime.training.evaluation_data import evaluation_plan
 from secc.runtime.training.one_rank_plan import CHECK_MICRO_BATCH, OneRankPlan, Reference, StepComparison
-
-_FAULT_TOLERANCES = 100  # from here on a gradient is wrong and not only rounded otherwise
 
 
 @dataclass(frozen=True)
@@ -308,24 +307,12 @@ def refuse_faults_of_one(
     compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]], reference: Reference
 ) -> None:
     """Raises UserError if plain PyTorch gives a sample alone another gradient than twice in one batch, while
-    the loss is the same. Then an operator is wrong for batches of one sample, such as torch 2.13's batch norm
-    in eval mode on CPUs, if its gradient is transposed; no plan can mend that. Models that draw random
-    numbers or compute in 16 bits, by `reference`, are left out: their gradients differ without a fault."""
+    the loss is the same; no plan can mend that. Models that draw random numbers or compute in 16 bits, by
+    `reference`, are left out: their gradients differ without a fault."""
     if compiled.plan.draws or reference.tolerances != FLOAT32_TOLERANCES:
         return
-    for sample in samples[:2]:
-        alone, twice = rank.run_eager([sample]), rank.run_eager([sample, sample])
-        ratio = 2.0 if abs(twice.loss - 2 * alone.loss) < abs(twice.loss - alone.loss) else 1.0
-        scaled = {n: None if g is None else ratio * g for n, g in alone.gradients.items()}
-        difference = compare_results(LossAndGradients(ratio * alone.loss, scaled), twice)
-        if difference.loss <= 1 and difference.gradient > _FAULT_TOLERANCES:
-            raise UserError(
-                "plain PyTorch gives a sample alone another gradient than twice in one batch, although the"
-                f" loss is the same: {difference.worst} is off by {difference.gradient:.3g} tolerances",
-                str(compiled.user.path),
-                "an operator behind this parameter is wrong for batches of one sample (in torch 2.13 batch"
-                " norm in eval mode on CPUs, before a transpose): use another module or another device",
-            )
+    if (fault := find_fault_of_one(compiled.user, rank.model, samples[:2])) is not None:
+        raise fault
 
 
 def _run_reference(

@@ -1,4 +1,5 @@
-"""Operators of PyTorch that are wrong for batches of one sample are named, and no plan is blamed for them."""
+"""Operators of PyTorch that are wrong for batches of one sample, and modules that make a little of one sample
+depend on others, are named, and no plan is blamed for them."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from secc.driver.batch_of_one import find_coupling_module
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import refuse_faults_of_one
 from secc.errors import UserError
+from secc.runtime.model.user_file import load_model_file
 from secc.runtime.training.one_rank_plan import OneRankPlan
 
 MODEL = """
@@ -58,3 +61,41 @@ def test_a_wrong_gradient_of_one_sample_is_blamed_on_its_operator(tmp_path: Path
     with pytest.raises(UserError, match="another gradient than twice in one batch") as error:
         refuse_faults_of_one(compiled, rank, samples, rank.run_reference(samples))
     assert "norm" in error.value.message and "batches of one" in error.value.remedy
+
+
+COUPLED = """
+import torch
+from torch import nn
+
+
+class Positions(nn.Module):
+    def forward(self, x):
+        return x + OFFSET
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.positions, self.last = nn.Linear(8, 8), Positions(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(self.positions(self.first(x))).square().mean()
+
+
+def model():
+    return Net()
+
+
+def dataset():
+    return [{"x": torch.randn(8)} for _ in range(7)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("offset", "found"), [("1e-8 * torch.arange(len(x))[:, None]", "positions"), ("1e-8 * x", "")]
+)
+def test_a_module_that_numbers_samples_of_a_batch_is_found(offset: str, found: str, tmp_path: Path) -> None:
+    """As positions that count the images of all samples: float32 hides the difference in the loss."""
+    (tmp_path / "model.py").write_text(COUPLED.replace("OFFSET", offset))
+    user = load_model_file(tmp_path / "model.py")
+    assert find_coupling_module(user, user.build_model(), user.load_sample(0)) == found

@@ -1,0 +1,122 @@
+"""Explains why plain PyTorch gives a sample alone another gradient than twice in one batch: its forward lets
+samples of a batch see each other a little, which float64 tells from rounding, or an operator is wrong for
+batches of one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from secc.errors import UserError
+from secc.runtime.model.nested_batch import unflatten_batch
+from secc.runtime.model.source_lines import forward_source_line
+from secc.runtime.model.user_file import UserModel
+from secc.runtime.recorder.nested_values import iter_tensors
+from secc.runtime.training.eager_reference import (
+    LossAndGradients,
+    ResultDifference,
+    compare_results,
+    run_eager,
+)
+from secc.runtime.training.widened_floats import widen_batch, widened_floats
+
+_FAULT_TOLERANCES = 100  # from here on a gradient is wrong and not only rounded otherwise
+_SAME = 1e-10  # relative; of values in float64
+
+_Results = list[
+    tuple[str, list[torch.Tensor]]
+]  # of modules with their paths, in the order in which calls end
+
+
+def find_fault_of_one(
+    user: UserModel, model: nn.Module, samples: Sequence[Mapping[str, Any]]
+) -> UserError | None:
+    """Returns an error if a sample alone has another gradient than twice in one batch, while the loss is the
+    same within the tolerances of float32; None if there is no such sample.
+
+    It names the module that makes other values of a sample if another one is in its batch, or else says that
+    an operator is wrong. The model draws no random numbers.
+    """
+    for sample in samples:
+        difference = _compare_alone_and_twice(user, model, sample)
+        if difference.loss > 1 or difference.gradient <= _FAULT_TOLERANCES:
+            continue
+        what = (
+            "plain PyTorch gives a sample alone another gradient than twice in one batch, although the loss"
+            f" is the same: {difference.worst} is off by {difference.gradient:.3g} tolerances"
+        )
+        path = find_coupling_module(user, model, sample)
+        if path:
+            return UserError(
+                f"{what}; {path} is the first module to return other values of a sample if another one is in"
+                " its batch, by less than float32 shows in the loss",
+                forward_source_line(type(model.get_submodule(path))),
+                f"let {path} compute each sample by itself (attention within it, its own positions)",
+            )
+        return UserError(
+            what,
+            str(user.path),
+            "an operator behind this parameter is wrong for batches of one sample (in torch 2.13 batch norm"
+            " in eval mode on CPUs, before a transpose): use another module or another device",
+        )
+    return None
+
+
+def _compare_alone_and_twice(
+    user: UserModel, model: nn.Module, sample: Mapping[str, Any]
+) -> ResultDifference:
+    alone, twice = (run_eager(model, user.collate([sample] * n)) for n in (1, 2))
+    ratio = 2.0 if abs(twice.loss - 2 * alone.loss) < abs(twice.loss - alone.loss) else 1.0
+    scaled = {n: None if g is None else ratio * g for n, g in alone.gradients.items()}
+    return compare_results(LossAndGradients(ratio * alone.loss, scaled), twice)
+
+
+def find_coupling_module(user: UserModel, model: nn.Module, sample: Mapping[str, Any]) -> str:
+    """Returns the path of the innermost module that, in float64, is the first to return other values of a
+    sample if it is twice in its batch; "" if there is none. Results that have no rows for the second copy are
+    not compared."""
+    with widened_floats(model, torch.float64), torch.no_grad():
+        alone, twice = (
+            _record_results(model, widen_batch(user.collate([sample] * n), torch.float64)) for n in (1, 2)
+        )
+    for path, calls in alone.items():
+        if len(calls) == len(twice.get(path, ())):  # it is called in no loop over samples
+            for own, doubled in zip(calls, twice[path], strict=True):
+                if not all(map(_repeats, doubled, own)):
+                    return path
+    return ""
+
+
+def _record_results(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, list[list[torch.Tensor]]]:
+    """Returns the floating-point tensors that each call of each module returns, by paths in the order in
+    which first calls end."""
+    found: dict[str, list[list[torch.Tensor]]] = {}
+
+    def watch(path: str) -> Callable[..., None]:
+        def note(_module: nn.Module, _args: Any, out: Any) -> None:
+            tensors = [t for _, t in iter_tensors(out) if t.is_floating_point()]
+            found.setdefault(path, []).append(tensors)
+
+        return note
+
+    hooks = [m.register_forward_hook(watch(path)) for path, m in model.named_modules() if path]
+    try:
+        model(**unflatten_batch(batch))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _repeats(doubled: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether `doubled` has the values of `own` twice along a dim that is twice as long. True for tensors
+    that differ in other dims, or in none."""
+    dims = [d for d, (a, b) in enumerate(zip(own.shape, doubled.shape, strict=False)) if a != b]
+    if own.ndim != doubled.ndim or len(dims) != 1 or doubled.shape[dims[0]] != 2 * own.shape[dims[0]]:
+        return True
+    halves = doubled.chunk(2, dims[0])
+    return all(float((half - own).norm()) <= _SAME * float(own.norm()) for half in halves)
