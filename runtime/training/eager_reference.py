@@ -24,6 +24,7 @@ from secc.runtime.randomness.micro_batch_draws import (
     forward_context,
     make_sample_keys,
 )
+from secc.runtime.training.checked_targets import CheckedTargets
 
 LOSS_TOLERANCE = 1e-6  # relative
 GRADIENT_TOLERANCE = 1e-5  # of the parameter's own gradient norm, plus
@@ -90,10 +91,11 @@ def run_eager(
     """Runs one forward and backward of the model on `batch`. Gradients of the model are cleared before and
     after.
 
-    draws: the random numbers of the batch's samples, for a model that draws any.
+    draws: the random numbers of the batch's samples, for a model that draws any. Raises IndexError for
+    targets that torch does not check.
     """
     model.zero_grad(set_to_none=True)
-    with forward_context(draws):
+    with CheckedTargets(), forward_context(draws):
         loss = extract_loss(model(**unflatten_batch(batch)))
     if loss.requires_grad:  # not if what trains is what only other samples reach
         with backward_context(draws):

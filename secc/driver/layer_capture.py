@@ -69,7 +69,14 @@ def plan_layer_capture(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, st
         (section_of(op), op.target.data) for case in graph.cases for op in case.ops if isinstance(op, CallOp)
     }
     tree = ModuleTree(meta)
-    cut = tuple(sorted({path for section, path in calls if section in staged and tree.stack_depth(path)}))
+    layers = tuple(f"{layer}." for layer in tree.stack_layers())  # may hold lists of equal modules themselves
+    cut = tuple(
+        sorted(
+            path
+            for section, path in calls
+            if section in staged and tree.stack_depth(path) and not f"{path}.".startswith(layers)
+        )
+    )
     coarse = graph_of(parse_module(dumps["coarsen"])).sections if cut else ()
     sections = tuple(f"{s.sym.data}={'+'.join(strings_of(s.blocks))}" for s in coarse if strings_of(s.blocks))
     stages = tuple(f"{s.sym.data}.pp={get_number(s, 'pp') or 1}" for s in graph.sections)

@@ -201,8 +201,9 @@ def test_slices_of_positions_and_padding_to_whole_patches_are_explained_by_lengt
 
 
 def test_layers_that_send_tokens_to_the_weights_of_their_modality_stay_whole() -> None:
-    plan = compiled("routed_modalities").plan
+    plan = compiled("routed_modalities", "model.pp=2").plan
     assert "layers.0" in {b for s in plan.sections for b in s.blocks}
+    assert [s.pipeline for s in plan.sections if s.pipeline] == ["model", "model"]
 
 
 def test_a_reference_sends_scores_of_all_positions_but_the_last() -> None:

@@ -14,7 +14,10 @@ class Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.mix = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
-        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.out = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor, kind: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         mixed = x.new_zeros(*x.shape[:2], 3 * x.shape[2])
