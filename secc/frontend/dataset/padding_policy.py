@@ -108,10 +108,10 @@ def choose_padding_policy(
         return PaddingPolicy("global", WidthsReason.AFFECTED)
     try:
         small = user.build_small_model()
-        if small is not None and _is_padding_never_seen(
-            user, survey_small_samples(user, survey), inputs, small, draws
-        ):
-            return PaddingPolicy("own", WidthsReason.SHOWN_SMALL)
+        if small is not None:
+            if _is_padding_never_seen(user, survey_small_samples(user, survey), inputs, small, draws):
+                return PaddingPolicy("own", WidthsReason.SHOWN_SMALL)
+            return PaddingPolicy("global", WidthsReason.AFFECTED, ", in small_model()")
     except Exception:  # random ops of the large model may have other names in the small one
         pass
     try:
