@@ -25,7 +25,8 @@ from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
 from secc.frontend.dataset.padding_policy import WidthsReason
 from secc.frontend.tp_search.token_mixing import find_token_mixing
-from secc.ir.dialect.ops import PlacedRowsOp
+from secc.ir.dialect.ops import ParamOp, PlacedRowsOp
+from secc.ir.text_io.verifier import source_line
 from secc.runtime.data.sample_metadata import check_placed_rows, find_placed_rows
 from secc.runtime.model.source_lines import error_source_line
 from secc.runtime.plan.batch_sizes import read_symbol_sizes
@@ -181,6 +182,16 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
             " the batch, tokens dropped by position), so micro-batches compute another loss than the batch"
         )
         return InexactPlan(message, line, TOKEN_MIXING_REMEDY)
+    if math.isinf(d.gradient) and (line := _find_parameter_line(compiled, d.worst)):
+        message = (
+            f"forward uses {d.worst} for all samples of a batch or for none, by the inputs that some of them"
+            f" have ({pattern}): samples in micro-batches of their own are computed otherwise"
+        )
+        remedy = (
+            "a branch of forward on an input that some samples lack (`if x is None`) is taken for the whole"
+            " batch: choose by sample (a mask, torch.where), or let the branch only add a term to the loss"
+        )
+        return InexactPlan(message, line, remedy)
     message = (
         f"the plan does not compute what plain PyTorch computes for samples with {pattern}: "
         f"the loss is off by {d.loss:.3g} and the gradient of {d.worst} by {d.gradient:.3g} tolerances"
@@ -204,6 +215,18 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
             "between samples; switch it off to see whether it is that"
         )
     return InexactPlan(message, str(compiled.user.path), remedy)
+
+
+def _find_parameter_line(compiled: CompiledPlan, name: str) -> str:
+    """Returns the line of forward that uses a parameter outside of blocks, "" if there is none."""
+    uses = (
+        use.operation
+        for op in compiled.module.walk()
+        if isinstance(op, ParamOp) and op.path.data == name
+        for use in op.results[0].uses
+    )
+    lines = sorted(filter(None, map(source_line, uses)), key=lambda line: (len(line), line))
+    return lines[0] if lines else ""
 
 
 def _find_token_mixing(compiled: CompiledPlan, pattern: Sequence[str]) -> dict[str, str]:

@@ -57,3 +57,19 @@ def test_a_branch_that_changes_samples_without_the_input_is_refused(tmp_path: Pa
     with pytest.raises(InexactPlan, match="does not compute what plain PyTorch computes") as refused:
         check_exactness(made, required=True)
     assert "`if images is not None` that changes samples without it" in refused.value.remedy
+
+
+def test_a_weight_that_only_batches_without_an_input_use_is_named(tmp_path: Path) -> None:
+    text = GATED.replace(
+        "super().__init__()", "super().__init__()\n        self.null = nn.Parameter(torch.ones(8))"
+    )
+    text = text.replace("x = x + self.gate(x)  # of samples without an image, too", "pass")
+    text = text.replace(
+        "        return F.cross", "        else:\n            x = x + self.null\n        return F.cross"
+    )
+    (tmp_path / "gated.py").write_text(text)
+    made = compile_model(tmp_path / "gated.py", CompileOptions(cluster="local:2", global_batch=8))
+    with pytest.raises(InexactPlan, match="uses null for all samples of a batch or for none") as refused:
+        check_exactness(made, required=True)
+    line = text.splitlines().index("            x = x + self.null") + 1
+    assert refused.value.where == f"gated.py:{line}"
