@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CellType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -81,6 +81,15 @@ def _replacements(
 ) -> list[tuple[nn.Module, str, UserCallable]]:
     """Returns (module, method, its replacement) for all rewrites."""
     trees = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
+    codes: dict[tuple[str, tuple[int, ...], str], CodeType] = {}  # by function of fused.py and its place
+
+    def compile_once(rewrite: CodeRewrite, own: UserCallable) -> FunctionType:
+        inner = inspect.unwrap(getattr(own, "__func__", own))
+        key = rewrite.name, rewrite.lines, inner.__code__.co_filename
+        if key not in codes:
+            codes[key] = _compile_code(trees[rewrite.name], rewrite, inner.__code__.co_filename)
+        return _make_function(codes[key], rewrite.name, inner)
+
     functions_by_method: dict[tuple[str, str], tuple[nn.Module, dict[str, tuple[str, UserCallable]]]] = {}
     replacements: list[tuple[nn.Module, str, UserCallable]] = []
     for rewrite in rewrites:
@@ -101,10 +110,10 @@ def _replacements(
                         remedy="compile the model again",
                     )
                 names = functions_by_method.setdefault((path, rewrite.method), (module, {}))[1]
-                fused = _compile_function(trees[rewrite.name], rewrite, called)
+                fused = compile_once(rewrite, called)
                 names[rewrite.function] = rewrite.name, _dispatch_plain(called, fused, None)
             else:
-                made = _compile_function(trees[rewrite.name], rewrite, original)
+                made = compile_once(rewrite, original)
                 fused = MethodType(_replace_wrapped(original.__func__, lambda _, made=made: made), module)
                 replacement = _dispatch_plain(original, fused, module)
                 setattr(replacement, _REWRITES_ATTRIBUTE, (rewrite.name,))
@@ -125,8 +134,8 @@ def _find_module(model: nn.Module, path: str, rewrite: CodeRewrite) -> nn.Module
     return module
 
 
-def _compile_function(tree: ast.FunctionDef, rewrite: CodeRewrite, own: UserCallable) -> FunctionType:
-    """Compiles a function of fused.py with the user's file, line numbers, global names and defaults."""
+def _compile_code(tree: ast.FunctionDef, rewrite: CodeRewrite, file: str) -> CodeType:
+    """Compiles a function of fused.py with the user's file and line numbers; the code defines it."""
     tree = copy.deepcopy(tree)
     statements = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     first = statements[0].lineno
@@ -134,12 +143,16 @@ def _compile_function(tree: ast.FunctionDef, rewrite: CodeRewrite, own: UserCall
         if hasattr(node, "lineno"):
             line = rewrite.lines[max(0, node.lineno - first + 1)]  # pyright: ignore[reportAttributeAccessIssue]
             node.lineno = node.end_lineno = line  # pyright: ignore[reportAttributeAccessIssue]
-    inner = inspect.unwrap(getattr(own, "__func__", own))
-    names = inner.__globals__ | RESERVED_NAMES
-    exec(compile(ast.Module([tree], []), inner.__code__.co_filename, "exec"), names)
-    made = names[rewrite.name]
+    return compile(ast.Module([tree], []), file, "exec")
+
+
+def _make_function(code: CodeType, name: str, own: FunctionType) -> FunctionType:
+    """Runs code that defines function `name`, with the global names and defaults of the user's function."""
+    names = own.__globals__ | RESERVED_NAMES
+    exec(code, names)
+    made = names[name]
     if made.__defaults__ or made.__kwdefaults__:
-        made.__defaults__, made.__kwdefaults__ = inner.__defaults__, inner.__kwdefaults__
+        made.__defaults__, made.__kwdefaults__ = own.__defaults__, own.__kwdefaults__
     return made
 
 
