@@ -9,7 +9,6 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,15 +137,20 @@ def _why_not_evaluable(compiled: CompiledPlan, model: nn.Module) -> str:
 
 def _check_other_plans(compiled: CompiledPlan, error: UserError) -> CompiledPlan:
     """Compiles and checks other plans than the one that the check refused with `error`; returns the first
-    exact one. Raises `error` if there is none."""
+    exact one. Raises `error` if there is none, or why nothing fits without the choices that it took back."""
+    refusal = error
     for options in _other_options(compiled, error):
-        with suppress(UserError):
+        try:
             checked = check_exactness(compile_model(compiled.user.path, options))
-            if options.widths == compiled.options.widths:
-                return checked
-            reason = WidthsReason.AFFECTED if options.widths == "global" else WidthsReason.NEEDED
-            return _add_checks(checked, {"widths": reason.value})
-    raise error
+        except UserError as other:
+            if options.taken_back != compiled.options.taken_back and not isinstance(other, InexactPlan):
+                refusal = other
+            continue
+        if options.widths == compiled.options.widths:
+            return checked
+        reason = WidthsReason.AFFECTED if options.widths == "global" else WidthsReason.NEEDED
+        return _add_checks(checked, {"widths": reason.value})
+    raise refusal
 
 
 def _other_options(compiled: CompiledPlan, error: UserError) -> Iterator[CompileOptions]:
