@@ -16,11 +16,12 @@ from math import prod
 
 import sympy
 
-from secc.frontend.capture.stride_sizes import find_strides, find_telling_length
+from secc.frontend.capture.stride_sizes import StrideSize, find_strides, find_telling_length
 from secc.ir.dialect.size_expr import Expr, evaluate_size, size_symbol, symbol_names
 
 MAX_DEGREE = 3
 MAX_DENOMINATOR = 8  # as in S*(S + 1)//2; a larger denominator fits by chance
+_REMAINDER_ROWS = 8  # observations that a remainder has to fit: some lengths have a common step
 _TERMS_IN_DOUBT = 3  # so many coefficients may fit a few numbers by chance
 MODULUS = (1 << 61) - 1  # a Mersenne prime, for a quick test whether a linear system has a solution
 
@@ -141,12 +142,16 @@ class SizeFitter:
         ):
             self.doubt = self.doubt or self._find_far_width(expr)
             yield expr
+        strides = find_strides(self.size_rows, values, self.moving_symbols, self._padded_symbols)
+        yield from self._take_stride([s for s in strides if s.name in self._padded_symbols])
         yield from self._fit_remainder(values)
-        if found := find_strides(self.size_rows, values, self.moving_symbols, self._padded_symbols):
-            self.doubt, self.used_division = (
-                self.doubt or find_telling_length(found, self.size_rows, self._padded_symbols),
-                True,
-            )
+        yield from self._take_stride(strides)
+
+    def _take_stride(self, found: Sequence[StrideSize]) -> Iterator[Expr]:
+        """Yields the first of these strides, if there are any, in doubt where others disagree."""
+        if found:
+            self.doubt = self.doubt or find_telling_length(found, self.size_rows, self._padded_symbols)
+            self.used_division = True
             yield found[0].to_expr()
 
     def _fit_remainder(self, values: ValueColumn) -> Iterator[Expr]:
@@ -160,7 +165,13 @@ class SizeFitter:
             strides = find_strides(self.size_rows, multiples, [name], self._padded_symbols)
             found = [s for s in strides if not s.factors and s.multiplier == s.divisor >= max(values)]
             if found:
-                self.doubt = self.doubt or find_telling_length(found, self.size_rows, self._padded_symbols)
+                longer = max(row[name] for row in self.size_rows) + 1
+                checked = len(self.size_rows) >= _REMAINDER_ROWS
+                self.doubt = (
+                    self.doubt
+                    or find_telling_length(found, self.size_rows, self._padded_symbols)
+                    or (None if checked else (name, longer))
+                )
                 self.used_division = True
                 yield sign * (found[0].to_expr() - size_symbol(name))
 
