@@ -22,7 +22,6 @@ from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import GraphOp, KeyOp, SectionOp, SymbolOp, strings_of
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import TensorType
-from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.sample_predicates import describe_predicate, inputs_of
 from secc.runtime.plan.schema import is_tensor_label
 
@@ -199,7 +198,7 @@ def _read_extent(graph: GraphOp, dim: int, size: Expr) -> tuple[int, str, str]:
     are_widths = all(isinstance(w, sympy.Symbol) for w in widths)
     names, text = size_expr.symbol_names(size), size_expr.format_expr(size)
     sides = {_padding_side(graph, graph.symbols[n]) for n in names}
-    windows = None if are_widths or len(names) != 1 else _read_windows(text, *names)
+    windows = None if are_widths or len(names) != 1 else _read_windows(size, *names)
     cuts = are_widths or windows is _Windows.DENSE or (windows is _Windows.STRIDED and sides == {"right"})
     if not cuts or len(sides) != 1:
         raise NotTransferable(f"dim {dim}, {text}, cannot be cut to a sample's own width")
@@ -215,10 +214,10 @@ class _Windows(Enum):
 
 
 @cache
-def _read_windows(text: str, width: str) -> _Windows | None:
+def _read_windows(size: Expr, width: str) -> _Windows | None:
     """What a size counts that grows by at most one with each position of a width, and is never larger; None
     for other sizes, such as those of joined tensors."""
-    sizes = [max(0, int(evaluate_expr(text, {width: n}))) for n in range(_TRIED_WIDTHS)]
+    sizes = [max(0, int(size_expr.evaluate_size(size, {width: n}))) for n in range(_TRIED_WIDTHS)]
     if any(b - a not in (0, 1) for a, b in pairwise(sizes)) or any(s > n for n, s in enumerate(sizes)):
         return None
     lost = {n - s for n, s in enumerate(sizes) if s}
