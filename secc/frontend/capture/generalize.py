@@ -215,7 +215,7 @@ def _merge_with_probes(
     # ends when none is in doubt, no such batch exists, or the batch takes another path.
     for _ in range(_MAX_PROBES if probe is not None else 0):
         assert probe is not None
-        doubt = _CaptureMerger(recordings, probe, names).find_doubt()
+        doubt = _CaptureMerger(recordings, probe, names, is_probing=True).find_doubt()
         extra = probe(*doubt) if doubt is not None else None
         if extra is None or graph_signature(extra.recording.graph) != graph_signature(
             recordings[0].recording.graph
@@ -275,14 +275,19 @@ class _CaptureMerger:
     explained."""
 
     def __init__(
-        self, group: Sequence[ObservedRecording], probe: BatchProbe | None, names: RowNames | None = None
+        self,
+        group: Sequence[ObservedRecording],
+        probe: BatchProbe | None,
+        names: RowNames | None = None,
+        is_probing: bool = False,
     ) -> None:
         self._row_names, self._sample_shapes = names, [o.sample_shapes for o in group]
         self._explanations = probe.explanations if probe is not None else SharedExplanations()
         self._first_recording = group[0].recording
         self._graphs = [o.recording.graph for o in group]
         self._recordings = [o.recording for o in group]
-        self._fitter = SizeFitter([o.sizes for o in group], probe.padded_symbols if probe is not None else ())
+        padded = probe.padded_symbols if probe is not None else ()
+        self._fitter = SizeFitter([o.sizes for o in group], padded, is_probing)
         self._data_names: list[str] = []
         self._data_numbers, self._real_symbols = DataNumbers(), dict[tuple[float, ...], Expr]()
         self._unused_reads: dict[

@@ -35,15 +35,18 @@ class SizeFitter:
     size_rows: symbol values at each observation, in the order of the values to explain. padded_symbols:
     symbols for which a micro-batch of any larger size can be had. doubt: such a symbol and a size at which
     an explanation that was given may fail, else None. used_division: a floor division was given, which
-    often fits a few numbers by chance.
+    often fits a few numbers by chance. is_probing: further observations can be made where `doubt` asks for
+    them, so a remainder is given although it was never 0. Code may do something else there (`if n % 8:`).
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, int]], free: Collection[str] = ()) -> None:
+    def __init__(
+        self, rows: Sequence[Mapping[str, int]], free: Collection[str] = (), is_probing: bool = False
+    ) -> None:
         self.size_rows = [dict(r) for r in rows]
         self.moving_symbols = [n for n in self.size_rows[0] if len({r[n] for r in self.size_rows}) > 1]
         self.doubt: tuple[str, int] | None = None
         self.used_division = False
-        self._padded_symbols = frozenset(free)
+        self._padded_symbols, self._is_probing = frozenset(free), is_probing
         self._fitted_integers: dict[ValueColumn, Expr | None] = {}
         self._column_cache: dict[Expr, ValueColumn | None] = {}
 
@@ -52,6 +55,7 @@ class SizeFitter:
         fitter = SizeFitter(
             [{**row, name: value} for row, value in zip(self.size_rows, values, strict=True)],
             self._padded_symbols,
+            self._is_probing,
         )
         fitter.doubt, fitter.used_division = self.doubt, self.used_division
         return fitter
@@ -164,16 +168,23 @@ class SizeFitter:
                 continue  # they are no multiples of a divisor that is large enough
             strides = find_strides(self.size_rows, multiples, [name], self._padded_symbols)
             found = [s for s in strides if not s.factors and s.multiplier == s.divisor >= max(values)]
-            if found:
-                longer = max(row[name] for row in self.size_rows) + 1
-                checked = len(self.size_rows) >= _REMAINDER_ROWS
+            is_seen_whole = bool(found) and not {0, found[0].divisor}.isdisjoint(values)
+            if is_seen_whole or (found and self._is_probing):
+                amount = sign * (found[0].to_expr() - size_symbol(name))
+                longer = itertools.count(max(row[name] for row in self.size_rows) + 1)
+                if not is_seen_whole:
+                    asked = next(
+                        n for n in longer if evaluate_size(amount, {name: n}) in (0, found[0].divisor)
+                    )
+                else:
+                    asked = next(longer) if len(self.size_rows) < _REMAINDER_ROWS else None
                 self.doubt = (
                     self.doubt
                     or find_telling_length(found, self.size_rows, self._padded_symbols)
-                    or (None if checked else (name, longer))
+                    or (None if asked is None else (name, asked))
                 )
                 self.used_division = True
-                yield sign * (found[0].to_expr() - size_symbol(name))
+                yield amount
 
     def _find_far_width(self, expr: Expr) -> tuple[str, int] | None:
         """Returns a symbol of a sum of three terms that can be made twice as large as in any observation;

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ def probed(value: Callable[[dict[str, int]], int]) -> SizeFitter:
     """A fitter that has asked for all the observations it wanted."""
     rows = list(ROWS)
     for _ in range(24):
-        fitter = SizeFitter(rows, free={"S"})
+        fitter = SizeFitter(rows, free={"S"}, is_probing=True)
         fitter.fit_integer([value(r) for r in rows])
         if fitter.doubt is None:
             return fitter
@@ -97,3 +98,33 @@ def test_a_capture_probes_the_widths_it_needs(user_of: Callable[..., UserModel])
     found = capture_user_model(user_of(samples, model=Listener))
     lengths = [n.meta["args"] for n in found.cases[0].generic.graph.nodes if "arange" in str(n.target)]
     assert [format_expr(args[-1]) for args in lengths] == ["(S_sound - 18)//21"]
+
+
+class Folded(nn.Module):
+    """Folds sounds to whole patches of 4, and does something else with those that are whole already."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.head, self.branches = nn.Linear(4, 2), branches
+
+    def forward(self, sound: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        missing = -sound.shape[1] % 4
+        if self.branches and not missing:
+            sound = torch.cat([2 * sound, sound], 1)
+        sound = nn.functional.pad(sound, (0, missing))
+        return nn.functional.cross_entropy(self.head(sound.unflatten(1, (-1, 4))).sum(1), labels)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_remainder_explains_if_forward_does_the_same_where_it_is_0(
+    branches: bool, user_of: Callable[..., UserModel]
+) -> None:
+    lengths = [21 + 4 * (5 * i % 9) + 7 * i % 11 % 3 for i in range(40)]  # no multiple of 4
+    samples = [{"sound": torch.randn(n), "labels": torch.tensor(n % 2)} for n in lengths]
+    (case,) = capture_user_model(user_of(samples, model=lambda: Folded(branches))).cases
+    assert (case.rerecord_reason is not None) == branches
+    if branches:
+        return
+    (pad,) = (n for n in case.generic.graph.nodes if "constant_pad" in str(n.target))
+    for length in range(20, 60):
+        assert evaluate_size(pad.meta["args"][1][1], {"S_sound": length, "B": 2}) == -length % 4
