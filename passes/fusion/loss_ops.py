@@ -29,8 +29,9 @@ from secc.passes.fusion.formula import (
     read_source,
 )
 from secc.passes.fusion.not_a_formula import NotAFormula
+from secc.passes.loss.op_tables import REDUCTION_NONE, REDUCTION_SUM
 from secc.passes.loss.pending_ops import get_argument
-from secc.passes.loss.reductions import REDUCTION_NONE, REDUCTION_SUM, normalize_dims
+from secc.passes.loss.reductions import normalize_dims
 
 if TYPE_CHECKING:
     from secc.passes.fusion.formula_reader import FormulaReader

@@ -19,6 +19,7 @@ from xdsl.ir import SSAValue
 from secc.ir.dialect import argument_template
 from secc.ir.dialect.ops import CallOp, Computation, GlueOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
+from secc.passes.loss.arithmetic import format_shape
 from secc.passes.loss.coefficient import (
     UNIT_COEFFICIENT,
     Coefficient,
@@ -26,7 +27,7 @@ from secc.passes.loss.coefficient import (
     coefficient_of_factor,
 )
 from secc.passes.loss.loss_context import COUNT_TYPE, LossContext
-from secc.passes.loss.op_tables import LABEL_LOSSES
+from secc.passes.loss.op_tables import LABEL_LOSSES, REDUCTION_MEAN
 from secc.passes.loss.pending_ops import get_argument
 from secc.passes.loss.value_states import SumPart
 
@@ -41,9 +42,6 @@ _PICKING_OPS = frozenset(
     {"index", "index_select", "gather", "repeat", "roll", "flip"}
 )  # from their first operand
 _COPYING_OPS = frozenset({"slice_scatter", "select_scatter", "stack", "cat", "copy"})  # from all operands
-
-
-_MEAN = 1  # torch's number of this reduction
 
 
 class AllLabels(Enum):
@@ -61,9 +59,7 @@ def count_labels(ctx: LossContext, op: Computation) -> Coefficient | None:
         if isinstance(mask, SSAValue) and ctx.is_known_ahead(labels) and ctx.is_input_only(op.operands[2]):
             return coefficient_of_factor(LeafFactor(_sum_label_weights(ctx, op, mask)))
         return None
-    if isinstance(mask, AllLabels):
-        return ctx.entry_count(tensor_type(labels), range(len(tensor_type(labels).dims)))
-    return None if mask is None else _count_mask(ctx, op, mask)
+    return _count_by_mask(ctx, op, labels, mask)
 
 
 def count_unignored(ctx: LossContext, op: Computation) -> Coefficient | None:
@@ -88,10 +84,7 @@ def count_unignored(ctx: LossContext, op: Computation) -> Coefficient | None:
         return None
     if isinstance(labels.owner, CallOp) and not _has_guarded_mean(labels, ignored):
         return None
-    counted = mask_counted_labels(ctx, op, labels, ignored)
-    if isinstance(counted, AllLabels):
-        return ctx.entry_count(tensor_type(labels), range(len(tensor_type(labels).dims)))
-    return None if counted is None else _count_mask(ctx, op, counted)
+    return _count_by_mask(ctx, op, labels, mask_counted_labels(ctx, op, labels, ignored))
 
 
 def _has_guarded_mean(labels: SSAValue, ignored: int) -> bool:
@@ -100,16 +93,22 @@ def _has_guarded_mean(labels: SSAValue, ignored: int) -> bool:
         isinstance(use.operation, GlueOp)
         and use.operation.base_name in LABEL_LOSSES
         and use.index == 1
-        and get_argument(use.operation, 3, "reduction", _MEAN) == _MEAN
+        and get_argument(use.operation, 3, "reduction", REDUCTION_MEAN) == REDUCTION_MEAN
         and get_argument(use.operation, 4, "ignore_index", -100) == ignored
         for use in labels.uses
     )
 
 
-def _count_mask(ctx: LossContext, op: Computation, mask: SSAValue) -> Coefficient:
-    return coefficient_of_factor(
-        LeafFactor(ctx.pending.make_glue(op, "aten.sum.default", [mask], "$0", COUNT_TYPE))
-    )
+def _count_by_mask(
+    ctx: LossContext, op: Computation, labels: SSAValue, mask: SSAValue | AllLabels | None
+) -> Coefficient | None:
+    """The number of labels that a mask of `mask_counted_labels` counts; None without one."""
+    if isinstance(mask, AllLabels):
+        return ctx.entry_count(tensor_type(labels), range(len(tensor_type(labels).dims)))
+    if mask is None:
+        return None
+    count = ctx.pending.make_glue(op, "aten.sum.default", [mask], "$0", COUNT_TYPE)
+    return coefficient_of_factor(LeafFactor(count))
 
 
 def sum_counted_labels(ctx: LossContext, op: Computation) -> SSAValue:
@@ -204,10 +203,9 @@ def _mask_of_joined(
         if mask is None:
             return None
         if isinstance(mask, AllLabels):
-            shape = tensor_type(labels).shape
-            sizes = argument_template.format_arguments(argument_template.CallArguments([list(shape)]))
-            kind = TensorType.from_dims(shape, "bool")
-            mask = ctx.pending.make_glue(op, "aten.ones.default", [], f"{sizes}, dtype=torch.bool", kind)
+            kind = TensorType.from_dims(tensor_type(labels).shape, "bool")
+            args = f"{format_shape(kind)}, dtype=torch.bool"
+            mask = ctx.pending.make_glue(op, "aten.ones.default", [], args, kind)
         joined.append(mask)
     return ctx.pending.make_glue(op, "aten.cat.default", joined, maker.args.data, type)
 
@@ -259,5 +257,4 @@ def _mask_of_filled(
     )
     if isinstance(inner, SSAValue):
         return ctx.pending.make_glue(op, "aten.logical_and.default", [inner, kept], "$0, $1", type)
-    sizes = argument_template.format_arguments(argument_template.CallArguments([list(type.shape)]))
-    return ctx.pending.make_glue(op, "aten.expand.default", [kept], f"$0, {sizes}", type)
+    return ctx.pending.make_glue(op, "aten.expand.default", [kept], f"$0, {format_shape(type)}", type)

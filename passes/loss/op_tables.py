@@ -141,6 +141,7 @@ ENTRY_LOSSES = {
 }
 # The same over rows (dim 0 of operand 0).
 ROW_LOSSES = {"multi_margin_loss": 5, "multilabel_margin_loss_forward": 2, "multilabel_margin_loss": 2}
+REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM = 0, 1, 2  # torch's numbers
 LABEL_LOSSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss2d", "nll_loss_nd"})
 
 # What a term is called after: the op that sums it up.

@@ -21,7 +21,15 @@ from secc.passes.loss.label_counts import (
     sum_counted_labels,
 )
 from secc.passes.loss.loss_context import LossContext, is_rerecorded
-from secc.passes.loss.op_tables import ADDITIVE_REDUCTIONS, ENTRY_LOSSES, REDUCTION_OPS, ROW_LOSSES
+from secc.passes.loss.op_tables import (
+    ADDITIVE_REDUCTIONS,
+    ENTRY_LOSSES,
+    REDUCTION_MEAN,
+    REDUCTION_NONE,
+    REDUCTION_OPS,
+    REDUCTION_SUM,
+    ROW_LOSSES,
+)
 from secc.passes.loss.pending_ops import format_with_argument, get_argument
 from secc.passes.loss.value_states import (
     BadState,
@@ -32,8 +40,6 @@ from secc.passes.loss.value_states import (
     SumState,
     ValueState,
 )
-
-REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM = 0, 1, 2
 
 
 def normalize_dims(value: Any, rank: int) -> list[int]:

@@ -124,7 +124,7 @@ def value_to_tensor(key: str, value: Any) -> torch.Tensor:
 
 
 def drop_values(sample: Sample) -> dict[str, Any]:
-    """Return the sample with tensors on the meta device, of which only shapes and dtypes are left."""
+    """Return the sample with its tensors on the meta device: shapes and dtypes without values."""
     return {k: v if _is_text(v) else value_to_tensor(k, v).to("meta") for k, v in sample.items()}
 
 

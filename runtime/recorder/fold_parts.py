@@ -103,14 +103,14 @@ class _PartFolder:
         """Let equal views of one tensor be one node: loops slice `labels.flatten()` once per part."""
         known = dict[Any, fx.Node]()
         for node in list(self._graph.nodes):
-            if node.target in _VIEW_OPS and not node.kwargs:
+            if node.target in _VIEW_OPS and not node.kwargs and not is_needed(node):
                 key = node.target, repr(node.args), node.meta["grad"]
                 if known.setdefault(key, node) is not node:
                     node.replace_all_uses_with(known[key])
                     self._graph.erase_node(node)
 
     def _find_cuts(self) -> None:
-        """Find tensors of which two parts or more follow each other along a dim."""
+        """Find tensors that ops take apart along a dim, into two parts or more that follow each other."""
         slices = dict[tuple[fx.Node, int], list[fx.Node]]()
         for node in self._graph.nodes:
             source = node.args[0] if node.args else None
@@ -166,7 +166,7 @@ class _PartFolder:
             shape = list(source.meta["shape"])
             shape[dim] = bounds[-1]
             whole.meta = items[0].meta | {"shape": tuple(shape)}
-        cut = Cut(dim, tuple(bounds))
+        cut = Cut(dim, tuple(bounds), is_rows=dim == 0)
         for i, item in enumerate(items):
             self._add_part(item, _Part(whole, i, len(items), cut))
             self.lines |= {item.meta["where"]}

@@ -59,20 +59,16 @@ class Cut:
     """How a tensor is cut into parts: dim `dim` has `outer` runs of positions, each cut at `bounds`.
 
     outer is 1 until dims in front are merged into the cut one: a part [B, c] of [B, T] is one run of
-    positions, and [B*c] of [B*T] is B of them.
+    positions, and [B*c] of [B*T] is B of them. is_rows: the parts were cut along dim 0, where samples are.
     """
 
     dim: int
     bounds: tuple[int, ...]
     outer: int = 1
+    is_rows: bool = False
 
     @property
-    def count(self) -> int:
-        """The number of parts."""
-        return len(self.bounds) - 1
-
-    @property
-    def total(self) -> int:
+    def whole_size(self) -> int:
         """The size of the whole dim."""
         return self.outer * self.bounds[-1]
 
@@ -92,7 +88,7 @@ class Cut:
         """The shape of the whole of a part of this shape; other shapes as they are."""
         if len(part) <= self.dim or part[self.dim] != self.part_size(0):
             return tuple(part)
-        return (*part[: self.dim], self.total, *part[self.dim + 1 :])
+        return (*part[: self.dim], self.whole_size, *part[self.dim + 1 :])
 
 
 def adds_up_parts(node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> bool:
@@ -132,9 +128,11 @@ def find_result_cuts(node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> Sequence[Cut
     rank = len(next(iter(cuts)).meta.get("shape", ()))
     same_dim = all(c.dim == first.dim for c in given)
     if node.op == "call_module":
+        # A block works on each row by itself, [samples, ...] or [rows, features], but may mix positions.
         mixed = node.meta.get("mixed_dims")
         by_position = mixed is not None and first.dim < rank - mixed
-        return [first] if same_dim and (first.dim == 0 or by_position) else []
+        by_row = first.dim == 0 and (first.is_rows or rank <= 2)
+        return [first] if same_dim and (by_row or by_position) else []
     if target in (take_at_path, operator.getitem):
         return [first]
     if node.op != "call_function":
@@ -178,7 +176,7 @@ def whole_arguments(node: fx.Node, cut: Cut) -> tuple[Any, ...]:
         return node.args
     sizes: list[Any] = list(node.args[1])  # type: ignore[arg-type]
     if sizes[cut.dim] != -1:
-        sizes[cut.dim] = cut.total
+        sizes[cut.dim] = cut.whole_size
     return (node.args[0], sizes, *node.args[2:])
 
 
@@ -239,7 +237,7 @@ def _reshaped_cuts(given: Sequence[int], shape: Sequence[int], cut: Cut) -> Sequ
             continue
         outer, inner = runs // front, behind // rest
         if size == outer * length * inner:
-            found.append(Cut(dim, tuple(b * inner for b in cut.bounds), outer))
+            found.append(replace(cut, dim=dim, bounds=tuple(b * inner for b in cut.bounds), outer=outer))
     return sorted(found, key=lambda c: (c.bounds != cut.bounds, c.outer))
 
 

@@ -9,7 +9,11 @@ from torch import nn
 
 from secc.runtime.sections import forward_hooks
 
-_POSITIONWISE = (nn.Linear, nn.Identity, nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, nn.Sigmoid)
+# Classes of torch's that compute each position by itself; classes made of them may do otherwise.
+_POSITIONWISE = (
+    *(nn.Linear, nn.LayerNorm, nn.RMSNorm),
+    *(nn.Identity, nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, nn.Sigmoid),
+)
 
 
 class RecordedModules:
@@ -95,8 +99,8 @@ def _mixed_dims(module: nn.Module) -> int | None:
         mixed = [_mixed_dims(m) for m in module]
         known = [m for m in mixed if m is not None]
         return max(known, default=0) if len(known) == len(mixed) else None
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and type(module) in (nn.LayerNorm, nn.RMSNorm):
-        return len(tuple(module.normalized_shape))
-    if type(module) in _POSITIONWISE:
-        return 1 if type(module) is nn.Linear else 0
-    return None
+    if type(module) not in _POSITIONWISE:
+        return None
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return len(module.normalized_shape)
+    return int(isinstance(module, nn.Linear))

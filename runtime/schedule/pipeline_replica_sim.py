@@ -117,7 +117,7 @@ class _ForwardLimit:
             self._byte_limit = replica.byte_limits[stage]
         self._limit = 0
 
-    def after(self, finished: int) -> int:
+    def limit_after(self, finished: int) -> int:
         """Returns the limit once `finished` micro-batches have been finished, no fewer than before."""
         most = self._most_in_flight + finished
         if most > self._count:
@@ -232,7 +232,7 @@ class _SharedRankSimulation(_StageTimes):
         best, least_round = -1, NEVER_NS
         for s in stages:
             k = forwards[s]
-            if k < self.forward_limits[s].after(finished[s]) and self.forward_ready[s][k] <= time:
+            if k < self.forward_limits[s].limit_after(finished[s]) and self.forward_ready[s][k] <= time:
                 if not self.round_size:
                     return s
                 if k // self.round_size <= least_round:
@@ -338,7 +338,8 @@ class _ReplicaSimulation(_StageTimes):
         forward, backward, *split = (part[s] for part in self.durations if part)
         weight = split[0] if split else []
         weight_ends = self.weight_ends[s] if weight else []
-        limit_after, next_action, idle_until = self.forward_limits[s].after, self.next_action, self.idle_until
+        limit_after = self.forward_limits[s].limit_after
+        next_action, idle_until = self.next_action, self.idle_until
         forward_ready, forward_ends = self.forward_ready[s], self.forward_ready[s + 1]
         backward_ready, backward_ends = self.backward_ready[s + 1], self.backward_ready[s]
         before, after = s - 1, s + 1

@@ -27,10 +27,6 @@ from secc.runtime.training.widened_floats import widen_batch, widened_floats
 _FAULT_TOLERANCES = 100  # from here on a gradient is wrong and not only rounded otherwise
 _SAME = 1e-10  # relative; of values in float64
 
-_Results = list[
-    tuple[str, list[torch.Tensor]]
-]  # of modules with their paths, in the order in which calls end
-
 
 def find_fault_of_one(
     user: UserModel, model: nn.Module, samples: Sequence[Mapping[str, Any]]
@@ -96,14 +92,14 @@ def _record_results(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, lis
     which first calls end."""
     found: dict[str, list[list[torch.Tensor]]] = {}
 
-    def watch(path: str) -> Callable[..., None]:
-        def note(_module: nn.Module, _args: Any, out: Any) -> None:
+    def make_hook(path: str) -> Callable[..., None]:
+        def record_result(_module: nn.Module, _args: Any, out: Any) -> None:
             tensors = [t for _, t in iter_tensors(out) if t.is_floating_point()]
             found.setdefault(path, []).append(tensors)
 
-        return note
+        return record_result
 
-    hooks = [m.register_forward_hook(watch(path)) for path, m in model.named_modules() if path]
+    hooks = [m.register_forward_hook(make_hook(path)) for path, m in model.named_modules() if path]
     try:
         model(**unflatten_batch(batch))
     finally:

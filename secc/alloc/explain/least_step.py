@@ -221,7 +221,8 @@ class _BatchTimes:
 
 
 def _sum_over_stages(rank: SectionLoad, ns: Tensor) -> Tensor:
-    """Ns over all stages of what takes the rank with the longest ones `ns`, each rounded down."""
+    """The ns that all stages take together, each rounded down, where the rank with the longest stages takes
+    `ns`."""
     stages, least = rank.shape.stages, ns.clamp(min=0)
     if stages == 1:
         return least

@@ -112,7 +112,10 @@ class ProbeBatches:
             recordings += self._record_ragged_then_even(ragged, even)
         recordings += self._record_single_samples(recordings)
         recordings += self._record_other_combinations(recordings)
-        recordings = [replace(o, recording=fold_parts(o.recording, self._folded_loops)) for o in recordings]
+        if self._folded_loops:  # some are found after batches with a single part were recorded
+            recordings = [
+                replace(o, recording=fold_parts(o.recording, self._folded_loops)) for o in recordings
+            ]
         alike = [p for p in combinations(self._padded_widths(), 2) if self._are_alike(*p)]
         deciding = find_deciding_pairs(recordings, alike)
         recordings += self._record_width_orders(deciding)

@@ -135,7 +135,7 @@ def _probe_excerpt(
     Raises CannotRunExcerpt if it cannot stand for the model, and whatever the user's code raises."""
     patterns = survey.micro_batch_patterns()
     batches = [_WidenedBatch(user, inputs, _pick_unpadded(user, survey, p)) for p in patterns]
-    excerpt = ModelExcerpt(user, {token for b in batches for token in b.tokens()}, limits)
+    excerpt = ModelExcerpt(user, {token for b in batches for token in b.iter_tokens()}, limits)
     randomness = PlanRandomness(excerpt.model, draws, inputs.symbols)
     for batch in batches:
         own = excerpt.run(batch.own, randomness.draws_for(user, batch.samples))
@@ -175,7 +175,7 @@ class _WidenedBatch:
         }
         self.wide = pad_batch(self.own, inputs.inputs, self.widths)
 
-    def tokens(self) -> Iterator[int]:
+    def iter_tokens(self) -> Iterator[int]:
         """Yields the integers in the batch."""
         for value in (*self.own.values(), *self.wide.values()):
             if isinstance(value, torch.Tensor) and not value.is_floating_point():

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
 )
 
+from secc.frontend.excerpt.row_tables import storage_address
 from secc.runtime.recorder.block_results import TensorDigests
 from secc.runtime.recorder.nested_values import NotLiteral, encode_arguments, map_leaves
 from secc.runtime.training.widened_floats import widened_floats
@@ -34,7 +35,9 @@ class CallKinds:
         self.is_activation, self.digests = is_activation, TensorDigests()
         self.layouts: dict[object, list[_Layout]] = {}  # of the results of ops, by their operands' layouts
 
-    def describe(self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind | None:
+    def describe_call(
+        self, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CallKind | None:
         """Runs a layer without values. Returns what it does, None where it reads values that weights decide.
 
         twin: a copy of the layer with all parameters on the meta device.
@@ -63,7 +66,7 @@ class _OpLog(TorchDispatchMode):
         super().__init__()
         self.ops: list[object] = []
         self._kinds = kinds
-        self._names = {_storage_of(p): name for name, p in twin.named_parameters()}
+        self._names = {storage_address(p): name for name, p in twin.named_parameters()}
         self._numbers: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []  # so that no two tensors have one address
 
@@ -94,15 +97,15 @@ class _OpLog(TorchDispatchMode):
         out = func(*args, **kwargs)
         if not func.is_view and not func._schema.is_mutable:
             results = out if isinstance(out, tuple) else (out,)
-            operands = {_storage_of(t) for t in tensors}
-            if all(isinstance(t, torch.Tensor) and _storage_of(t) not in operands for t in results):
+            operands = {storage_address(t) for t in tensors}
+            if all(isinstance(t, torch.Tensor) and storage_address(t) not in operands for t in results):
                 self._kinds.layouts[key] = [_layout_of(t) for t in results]
         return out
 
     def describe_tensor(self, tensor: torch.Tensor) -> object:
         """Describes layout and origin: a parameter's name, the values of what no weight decides, the number
         of any other tensor in the order in which they appear."""
-        key = _storage_of(tensor)
+        key = storage_address(tensor)
         if (name := self._names.get(key)) is not None:
             origin: object = name
         elif not tensor.is_meta and not self._kinds.is_activation(tensor):
@@ -136,7 +139,3 @@ def _make_tensor(layout: _Layout) -> torch.Tensor:
 def _move_to_meta(_: str, value: Any) -> Any:
     is_real = isinstance(value, torch.Tensor) and not value.is_meta
     return _make_tensor(_layout_of(value)) if is_real else value
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from secc.frontend.excerpt.call_kinds import CallKind, CallKinds
 from secc.frontend.excerpt.limits import ExcerptBudget, ExcerptLimits
-from secc.frontend.excerpt.row_tables import RowTable, RowTables, make_table_parameter
+from secc.frontend.excerpt.row_tables import RowTable, RowTables, make_table_parameter, storage_address
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.module_copies import copy_module
 from secc.runtime.model.user_file import UserModel
@@ -100,7 +100,7 @@ class ModelExcerpt:
             RowTables(self._tables),
             run.activations,  # last, as it has to see ops on tables
         ):
-            run.activations.mark(self.model.parameters())
+            run.activations.mark_tensors(self.model.parameters())
             outcome = run_eager(self.model, widen_batch(batch, torch.float32), draws)
         self._ran |= {found.path for found in run.returned}
         return ExcerptResult(outcome, tuple(run.returned))
@@ -181,7 +181,7 @@ class _ExcerptRun:
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             arguments = (args, kwargs)
-            kind = self._kinds.describe(described.twin, args, kwargs)
+            kind = self._kinds.describe_call(described.twin, args, kwargs)
             known = self._known.get((described.stack, kind)) if kind is not None else None
             if known is not None:
                 given = dict(iter_tensors(arguments))
@@ -192,7 +192,7 @@ class _ExcerptRun:
             taken = [(path, t) for path, t in iter_tensors(arguments) if self._is_activation(t)]
             rows = max((t.numel() // t.shape[-1] for _, t in taken if t.ndim), default=1)
             self._budget.expect_flops(2.0 * rows * sum(p.numel() for p in layer.parameters()))
-            self.activations.mark(self._fill(layer))
+            self.activations.mark_tensors(self._fill(layer))
             out = original(*args, **kwargs)
             passed_on = _pair_activations(taken, out)
             if kind is not None and passed_on:
@@ -230,25 +230,20 @@ class ActivationMarks(TorchDispatchMode):
 
     def is_marked(self, tensor: torch.Tensor) -> bool:
         """Whether the values of a tensor depend on parameters."""
-        return _storage_of(tensor) in self._storages
+        return storage_address(tensor) in self._storages
 
-    def mark(self, tensors: Iterable[torch.Tensor]) -> None:
+    def mark_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """Marks tensors, and what will be computed from them."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key = storage._cdata  # pyright: ignore[reportPrivateUsage]
+            key = storage_address(tensor)
             if key not in self._storages:
-                self._storages[key] = StorageWeakRef(storage)
+                self._storages[key] = StorageWeakRef(tensor.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if any(isinstance(t, torch.Tensor) and self.is_marked(t) for t in tree_leaves((args, kwargs))):
-            self.mark(t for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+            self.mark_tensors(t for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         return out
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def _is_table(parameter: torch.Tensor) -> bool:

@@ -45,7 +45,7 @@ class RowTable:
             raise IndexError(f"index out of range in a table of {self.rows} rows")
         return self._windows[(ids * _PLACE_STEP) % _PLACES]
 
-    def multiply(self, x: torch.Tensor, transposed: bool) -> torch.Tensor:
+    def multiply_by_head(self, x: torch.Tensor, transposed: bool) -> torch.Tensor:
         """Returns x [T, H] times the transposed head as [T, V], or, not `transposed`, x [T, V] times the head
         as [T, H]."""
         if not transposed:
@@ -61,7 +61,7 @@ class RowTables(TorchDispatchMode):
 
     def __init__(self, tables: Mapping[nn.Parameter, RowTable]) -> None:
         super().__init__()
-        self._tables = {_storage_of(p): table for p, table in tables.items()}
+        self._tables = {storage_address(p): table for p, table in tables.items()}
         self._parameters = list(tables)  # keeps the storages, which are compared by their addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,7 +76,7 @@ class RowTables(TorchDispatchMode):
         return result
 
     def _table_of(self, tensor: torch.Tensor) -> RowTable | None:
-        return self._tables.get(_storage_of(tensor))
+        return self._tables.get(storage_address(tensor))
 
 
 def make_table_parameter(shape: torch.Size) -> nn.Parameter:
@@ -84,7 +84,8 @@ def make_table_parameter(shape: torch.Size) -> nn.Parameter:
     return nn.Parameter(torch.zeros(1).expand(shape), requires_grad=False)
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
+def storage_address(tensor: torch.Tensor) -> int:
+    """Returns a number that tensors share if they share a storage, as long as that lives."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
@@ -113,9 +114,10 @@ def _multiply(table_of: _TableOf, x: torch.Tensor, weight: torch.Tensor) -> Any:
     table = table_of(weight)
     if table is None:
         return None
-    if weight.shape == (table.features, table.rows):
-        return table.multiply(x, transposed=True)
-    return table.multiply(x, transposed=False) if weight.shape == (table.rows, table.features) else None
+    transposed = weight.shape == (table.features, table.rows)
+    if not transposed and weight.shape != (table.rows, table.features):
+        return None
+    return table.multiply_by_head(x, transposed)
 
 
 def _multiply_and_add(

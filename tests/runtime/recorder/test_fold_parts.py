@@ -21,6 +21,8 @@ class Looped(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.body, self.head, self.loss = nn.Linear(2, 2), nn.Linear(2, 5), loss
+        if loss is attended_slices:
+            self.head = nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.loss(self.head, self.body(x), y)
@@ -101,6 +103,11 @@ def along_positions(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.
     return torch.cat([head(part).cumsum(1) for part in h.split(2, 1)], 1).pow(2).sum()
 
 
+def attended_slices(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    parts = [head(part.transpose(0, 1)) for part in h.split(2, 1)]  # positions first: a block may mix them
+    return torch.cat(parts).pow(2).sum()
+
+
 def merged_positions(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     rows = torch.cat([head(part).flatten(0, 1) for part in h.split(2, 1)])
     return (rows * torch.arange(len(rows))[:, None]).sum()
@@ -120,7 +127,7 @@ FOLDED: dict[str, Loss] = {f.__name__: f for f in (chunked, scaled, joined, one_
 FOLDED |= {f.__name__: f for f in (by_positions, of_images, by_sample)}
 FOLDED |= {f.__name__: f for f in (of_flat_slices, with_an_empty_part)}
 KEPT: dict[str, Loss] = {f.__name__: f for f in (of_chunks, along_rows, neighbours)}
-KEPT |= {f.__name__: f for f in (along_positions, merged_positions, shared_labels)}
+KEPT |= {f.__name__: f for f in (along_positions, merged_positions, shared_labels, attended_slices)}
 
 
 @pytest.mark.parametrize("name", [*FOLDED, *KEPT])
