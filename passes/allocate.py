@@ -58,7 +58,9 @@ SAMPLES_PER_RANK = 8  # of the global batch, where none is given
 # that take more than so many times the best plan's work with all samples divided are not priced.
 UNEVEN_PERMILLE = 2000
 MOST_DEALT_RATIO = 1.5
+MOST_SLOWER = 1 / 16  # of a plan with captured layers than without, before other plans are sought
 RESERVED_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)  # of memory, where drawn batches need more than mean ones
+ONE_STAGE = ".pp=1"  # ends the pin of a section without captured layers
 PLAIN_BACKENDS = {"cpu"}  # on which stages are not divided further unless that is pinned
 MULTI_RANK_MARGIN = (
     1 / 128
@@ -120,12 +122,26 @@ class Allocate(ModulePass):
 
     def apply(self, ctx: Context, op: ModuleOp) -> None:
         graph = graph_of(op)
-        if self.known and (found := self._reuse_known_plan(graph)) is not None:
-            return _write_allocation(graph, *found)
-        solved = self.solve_closed_form(graph)
-        with run_in_background(partial(self.least_step_s, solved)) as least_step_s:
-            solved, won, facts = self.choose_plan(solved)
+        reused = self._reuse_known_plan(graph) if self.known else None
+        if reused is not None and not self._is_slower_than_known(reused[1]):
+            return _write_allocation(graph, *reused)
+        asked = self if reused is None else self.without_known_plan()
+        solved = asked.solve_closed_form(graph)
+        with run_in_background(partial(asked.least_step_s, solved)) as least_step_s:
+            solved, won, facts = asked.choose_plan(solved)
+            if reused is not None and not won.evaluation.is_better_than(reused[1].evaluation):
+                return _write_allocation(graph, *reused)
             _write_allocation(graph, solved, won, least_step_s(), facts)
+
+    def without_known_plan(self) -> Allocate:
+        """The same options for another search: any number of stages for layers that were captured."""
+        stages = tuple(pin for pin in self.stages if pin.endswith(ONE_STAGE))
+        return replace(self, stages=stages, known=(), proven=())
+
+    def _is_slower_than_known(self, reused: RefinedPlan) -> bool:
+        """Whether the known plan takes clearly longer with captured layers than it did when it was chosen."""
+        chosen_s = known.parse_simulated_step(self.proven)
+        return 0 < chosen_s * (1 + MOST_SLOWER) < reused.evaluation.time_ns / 10**9
 
     def choose_plan(self, solved: SolvedAllocation) -> tuple[SolvedAllocation, RefinedPlan, dict[str, Any]]:
         """The best plan by simulation, of problems with and without activations in host memory and dealt
@@ -149,9 +165,7 @@ class Allocate(ModulePass):
                 priced = replace(solved, work=with_host or solved.work, problem=asked, solution=solution)
                 other = self._choose_dealing(priced, self._refine_within_memory(priced))
                 steps = dealt.refined.evaluation.time_ns, other.refined.evaluation.time_ns
-                if other.refined.evaluation.fits and (
-                    steps[1] < steps[0] or not dealt.refined.evaluation.fits
-                ):
+                if other.refined.evaluation.is_better_than(dealt.refined.evaluation):
                     solved, dealt, facts = priced, other, _dealing_facts(other)
                 facts |= {
                     "step_s": {"priced as divided": steps[0] / 10**9, "priced as dealt": steps[1] / 10**9}

@@ -66,7 +66,8 @@ class BodyPrinter:
     """Prints one method or function. `attributes` maps block paths to the section's attributes.
 
     In a section, values come from `self`; in terms.py (`terms=True`) the function stands alone, receives are
-    leaves and symbols are those of the global batch.
+    leaves and symbols are those of the global batch. With `frees`, results of blocks and glue are deleted
+    once nothing needs them: without a backward, nothing else keeps their memory.
     """
 
     graph: GraphOp
@@ -75,6 +76,7 @@ class BodyPrinter:
     names: dict[SSAValue, str] = field(default_factory=dict[SSAValue, str])
     terms: bool = False
     whole_batch: bool = False
+    frees: bool = False
     parts: dict[int, str] = field(
         default_factory=dict[int, str]
     )  # names of vocabularies that ranks have parts of, by their sizes
@@ -85,7 +87,12 @@ class BodyPrinter:
 
     def print_lines(self, ops: Sequence[Operation]) -> list[str]:
         """The lines of a method without its return, not indented."""
-        code = [line for op in ops for line in self._print_op(op)]
+        unneeded = _values_by_last_user(ops) if self.frees else {}
+        code: list[CodeLine] = []
+        for op in ops:
+            code += self._print_op(op)
+            if names := [self.names[value] for value in unneeded.get(op, ())]:
+                code.append(CodeLine(f"del {', '.join(names)}", code[-1].context))
         symbols = self._used_symbols(ops)
         sizes = [f"{name} = self.vocab_shards({size})" for size, name in self.parts.items()]
         return [f"{name} = {self._symbol_source(name)}" for name in symbols] + sizes + _layout_lines(code)
@@ -208,8 +215,11 @@ class BodyPrinter:
             return [CodeLine(f"{self._bind_name(op.results[0], attribute)} = {called}", context, place)]
         out = self.scope.claim_name(f"{attribute}_out")
         results = [(self._bind_name(r, attribute), path) for r, path in zip(op.results, outs, strict=True)]
-        return [CodeLine(f"{out} = {called}", context, place)] + [
-            CodeLine(f"{name} = {out}{path}", context, place) for name, path in results
+        freed = [CodeLine(f"del {out}", context)] if self.frees else []
+        return [
+            CodeLine(f"{out} = {called}", context, place),
+            *(CodeLine(f"{name} = {out}{path}", context, place) for name, path in results),
+            *freed,
         ]
 
     def _site_context(self, op: CallOp) -> str:
@@ -251,6 +261,19 @@ class BodyPrinter:
             if f"{name}." == vocab_sharding.VOCAB_OP_PREFIX
             else _MODULE_NAMESPACES.get(name, f"torch.ops.{name}")
         )
+
+
+def _values_by_last_user(ops: Sequence[Operation]) -> dict[Operation, list[SSAValue]]:
+    """The results of blocks and glue that do not leave the section, by the operation that needs them last."""
+    last: dict[SSAValue, Operation] = {}
+    for op in ops:
+        if isinstance(op, (CallOp, GlueOp)):
+            last |= dict.fromkeys((*op.results, *(o for o in op.operands if o in last)), op)
+    found: dict[Operation, list[SSAValue]] = {}
+    for value, op in last.items():
+        if not any(isinstance(use.operation, (SendOp, TermOp, OutputOp)) for use in value.uses):
+            found.setdefault(op, []).append(value)
+    return found
 
 
 def _argument_name(label: str) -> str:

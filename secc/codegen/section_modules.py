@@ -106,14 +106,17 @@ def render_section_module(graph: GraphOp, section: SectionOp) -> str:
         list(dict.fromkeys(op.target.data for op in calls)), _SECTION_ATTRIBUTES
     )
     scope = NameScope({*_SECTION_ATTRIBUTES, *attributes.values()})
-    cases = [case for body in found for case in _case_texts(graph, body, attributes, scope)]
+    mode = section.mode.data if section.mode else "train"
+    cases = [
+        case for body in found for case in _case_texts(graph, body, attributes, scope, mode == "forward")
+    ]
     methods = list({id(case.method): case.method for case in cases}.values())
     guards = list({guard.name: guard for case in cases for guard in case.guards}.values())
     return render_template(
         "section.py.j2",
         name=section.sym.data,
         cls=section_class_name(section.sym.data),
-        mode=section.mode.data if section.mode else "train",
+        mode=mode,
         active_for=describe_predicate(strings_of(section.when)),
         blocks=strings_of(section.blocks),
         attributes=attributes,
@@ -137,10 +140,13 @@ def body_patterns(body: BodyOp) -> list[tuple[str, ...]]:
     return [strings_of(body.when), *(tuple(filter(None, text.split(" "))) for text in strings_of(body.also))]
 
 
-def _case_texts(graph: GraphOp, body: BodyOp, attributes: dict[str, str], scope: NameScope) -> list[CaseText]:
+def _case_texts(
+    graph: GraphOp, body: BodyOp, attributes: dict[str, str], scope: NameScope, frees: bool
+) -> list[CaseText]:
+    """`frees`: whether results are deleted once nothing needs them."""
     name, ops = scope.claim_name(body.sym.data), list(body.body.block.ops)
     needed = _computed_ops(ops)
-    printer = BodyPrinter(graph, attributes)
+    printer = BodyPrinter(graph, attributes, frees=frees)
     lines = printer.print_lines(needed)
     method = SectionMethod(
         name,

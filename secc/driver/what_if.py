@@ -29,7 +29,6 @@ from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import Plan, Section, Shard
 
 ALLOCATE_PASS, SHARD_PASS = "allocate", "shard-tensors"
-ONE_STAGE = ".pp=1"  # ends the pin of a section without captured layers
 # Options of `allocate`; everything else is a section's choice.
 ALLOCATE_OPTIONS = {
     "cluster": str,
@@ -147,11 +146,8 @@ def load_before_allocate(directory: Path) -> tuple[list[ModulePass], Path]:
         message = "the IR does not begin with the pipeline that made it"
         raise UserError(message, str(dumps[-1]), "compile the model again")
     allocate: Any = steps[first]
-    freed = _replace_options(
-        allocate, stages=tuple(pin for pin in allocate.stages if pin.endswith(ONE_STAGE)), known=(), proven=()
-    )
     return [
-        freed,
+        allocate.without_known_plan(),
         *(
             _replace_options(step, assume=True) if step.name == SHARD_PASS else step
             for step in steps[first + 1 :]

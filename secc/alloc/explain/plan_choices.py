@@ -1,8 +1,9 @@
 """Writes a plan as a list of choices, NAME.KEY=VALUE, and rebuilds the assignment from them.
 
 A model's second allocation, with its layers captured one by one, takes the first one's plan over in this way:
-the blocks cost the same in total, so searching again would find nothing better. Solver status, gap, the
-number of evaluated plans and the steps that the search compared travel along as KEY=VALUE.
+the blocks cost the same in total, so searching again would find nothing better; where the step gets clearly
+longer all the same, `allocate` searches again. Solver status, gap, the number of evaluated plans, their step
+and the steps that the search compared travel along as KEY=VALUE.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from secc.ir.dialect.ops import GraphOp, SectionOp
 
 # Assumed where nothing is known of how a plan was found.
 DEFAULT_SOLVER_STATUS = {"status": "FEASIBLE", "gap": "1.0", "tried": "1", "least_step_s": "0.0"}
+SIMULATED_STEP = "simulated_s"
 COMPARED_STEPS = ("dynamic_cp", "interleaved")  # tables within tables of seconds
 NUMBER_KEYS = ("dp", "tp", "pp", "chunks", "cp", "ep", "micro_batch")
 WORD_KEYS = ("sharding", "recompute", "backward", "cp_per", "cp_degrees", "offload", "placement", "norms")
@@ -46,11 +48,11 @@ def list_plan_choices(graph: GraphOp) -> tuple[str, ...]:
 
 
 def format_solver_status(graph: GraphOp) -> tuple[str, ...]:
-    """Solver status, gap, number of evaluated plans and least step of any plan, as KEY=VALUE, and each
-    compared step as TABLE/.../KEY=SECONDS."""
+    """Solver status, gap, number of evaluated plans, least step of any plan and simulated step, as KEY=VALUE,
+    and each compared step as TABLE/.../KEY=SECONDS."""
     solver = graph.attributes.get("solver")
     status = json.loads(solver.data) if isinstance(solver, StringAttr) else {}
-    keys = (*DEFAULT_SOLVER_STATUS, *COMPARED_STEPS)
+    keys = (*DEFAULT_SOLVER_STATUS, SIMULATED_STEP, *COMPARED_STEPS)
     return tuple(text for key in keys if key in status for text in _flatten_table(key, status[key]))
 
 
@@ -83,6 +85,11 @@ def parse_solver_status(texts: Sequence[str]) -> tuple[str, float, int, float]:
     defaults for missing ones."""
     status = DEFAULT_SOLVER_STATUS | dict(text.split("=", 1) for text in texts)
     return status["status"], float(status["gap"]), int(status["tried"]), float(status["least_step_s"])
+
+
+def parse_simulated_step(texts: Sequence[str]) -> float:
+    """Returns the simulated step in s from the texts of `format_solver_status`, 0 if they do not have it."""
+    return float(dict(text.split("=", 1) for text in texts).get(SIMULATED_STEP, 0))
 
 
 def _choice_text(section: SectionOp, key: str) -> str:

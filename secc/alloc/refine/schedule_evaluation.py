@@ -94,6 +94,10 @@ class Evaluation:
     busy_ns: Mapping[str, int] = field(default_factory=dict[str, int])
     batch_ns: tuple[int, ...] = ()
 
+    def is_better_than(self, other: Evaluation) -> bool:
+        """Whether this plan fits, and is faster than the other or that one does not fit."""
+        return self.fits and (self.time_ns < other.time_ns or not other.fits)
+
 
 def _put_typical_first(work: Workload, batches: Sequence[BatchSamples]) -> Sequence[BatchSamples]:
     """Returns the batches with the most typical one first, if the first one is not typical: plans are

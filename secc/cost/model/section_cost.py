@@ -8,7 +8,7 @@ exact there. Costs are expressions as text, because ranks evaluate them too
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -43,6 +43,7 @@ from secc.ir.dialect.ops import (
     BlockOp,
     CallOp,
     CaseOp,
+    Computation,
     GlueOp,
     GraphOp,
     ParamOp,
@@ -131,8 +132,8 @@ class SectionCost:
             dimension. Tensor parallelism divides these by tokens.
         backward_transient, logits_backward_transient: gradients that exist at once in the backward of the
             largest glue operation, in addition to `saved`.
-        forward_transient: what a forward without backward holds at once, in addition to `saved` and to the
-            tensors it sends: peaks inside calls, outputs of glue.
+        forward_transient: what a forward without backward holds at once, in addition to `saved`: peaks inside
+            calls, and outputs of calls and glue until they are last used, or sent.
 
     Parameters:
         params, trainable: entries. param_bytes, trainable_bytes: their bytes.
@@ -273,8 +274,6 @@ class _CostAccumulator:
     backward_transient: set[str] = field(default_factory=set[str])
     logits_backward_transient: set[str] = field(default_factory=set[str])
     call_peak: set[str] = field(default_factory=set[str])
-    peak_without_outputs: set[str] = field(default_factory=set[str])
-    outputs: Counter[str] = field(default_factory=Counter[str])
     ops: int = 0
     layers: int = 0
     layer_input_bytes: Counter[str] = field(default_factory=Counter[str])
@@ -321,6 +320,7 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, part: Secti
     called_paths = _outermost_paths({call.target.data for call in calls})
     mode = _section_mode(section)
     has_backward = mode != "forward"
+    peaks = [_forward_peaks(ops, blocks) for ops in ops_by_case] if not has_backward else []
     params, trainable, param_bytes, trainable_bytes = _count_parameters(graph, ops_by_case, called_paths)
     largest_layer_bytes, outside_layers_bytes = _layer_bytes(graph, calls, param_bytes)
     batch_entries, entries_per_sample = _count_batch_entries(graph, calls, blocks)
@@ -359,7 +359,9 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, part: Secti
         logits_backward_transient=_max_over_patterns(
             graph, {text for case in cases for text in case.logits_backward_transient}
         ),
-        forward_transient=_max_over_patterns(graph, {_forward_transient(case, mode) for case in cases}),
+        forward_transient=_max_over_patterns(
+            graph, set[str]().union(*(peaks or (case.call_peak for case in cases)))
+        ),
         largest_layer_bytes=largest_layer_bytes,
         outside_layers_bytes=outside_layers_bytes,
         sequence_parallel=get_string(section, "norms") == "sequence",
@@ -462,18 +464,49 @@ def _array_attribute(op: Operation, key: str) -> Iterable[Any]:
     return attribute if isinstance(attribute, ArrayAttr) else ()
 
 
-def _forward_transient(case: _CostAccumulator, mode: str) -> str:
-    """Bytes that a forward without backward holds at once.
+def _forward_peaks(ops: Sequence[Operation], blocks: Mapping[str, BlockOp]) -> set[str]:
+    """Bytes that exist at once during operations of a forward without backward, for each one that no other
+    exceeds: outputs that are still needed, and what a call holds beyond its own. A section's code deletes
+    other outputs (`BodyPrinter.frees`). Views keep what they show."""
+    last_uses, shown = _last_uses(ops)
+    freed_after = defaultdict[int, list[str]](list)
+    live, peaks = Counter[str](), set[tuple[frozenset[tuple[str, int]], str]]()
+    for i, op in enumerate(ops):
+        excess = "0"
+        if isinstance(op, CallOp) or (isinstance(op, GlueOp) and fused_loss_cost(op) is None):
+            for value in (r for r in op.results if shown[r] is r):
+                text = _sum_of_bytes([value])
+                live[text] += 1
+                freed_after[last_uses[value]].append(text)
+        if isinstance(op, CallOp) and (peak := call_cost(op, blocks[op.target.data]).peak) != 0:
+            excess = size_expr.format_expr(peak - sum(map(_tensor_bytes, op.results), ZERO))
+        peaks.add((frozenset(live.items()), excess))
+        live -= Counter(freed_after[i])
+    counted = [(dict(items), excess) for items, excess in peaks]
+    return {
+        _sum_to_text(size_expr.parse_expr(sum_counted_exprs(held)), size_expr.parse_expr(excess))
+        for held, excess in counted
+        if not any(
+            excess in (other_excess, "0")
+            and (held, excess) != (other, other_excess)
+            and all(other.get(text, 0) >= n for text, n in held.items())
+            for other, other_excess in counted
+        )
+    }
 
-    A section's code keeps the outputs of its calls and glue until it ends. In a section with a backward these
-    outputs are already counted as saved, so only the largest peak inside a call is added.
-    """
-    if mode != "forward":
-        return max_expr(case.call_peak)
-    return _sum_to_text(
-        size_expr.parse_expr(max_expr(case.peak_without_outputs)),
-        size_expr.parse_expr(sum_counted_exprs(case.outputs)),
-    )
+
+def _last_uses(ops: Sequence[Operation]) -> tuple[dict[SSAValue, int], dict[SSAValue, SSAValue]]:
+    """The place of the last operation that needs a result or a view of it, behind all for those that leave
+    the section; and the result that each one shows, itself if it is no view."""
+    place: dict[Operation, int] = {op: i for i, op in enumerate(ops) if isinstance(op, Computation)}
+    last, shown = dict[SSAValue, int](), dict[SSAValue, SSAValue]()
+    for op in ops:
+        is_view = isinstance(op, GlueOp) and op.base_name in VIEW_OP_NAMES and op.operands
+        for value in op.results:
+            shown[value] = shown.get(op.operands[0], op.operands[0]) if is_view else value
+            uses = (place.get(use.operation, len(ops)) for use in value.uses)
+            last[shown[value]] = max(last.get(shown[value], 0), place.get(op, 0), *uses)
+    return last, shown
 
 
 def _runs_layers(op: Operation, blocks: Mapping[str, BlockOp]) -> bool:
@@ -677,10 +710,7 @@ def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: 
             sums.outside_saved[size_expr.format_expr(cost.saved)] += 1
         sums.recompute.add_call(cost, recomputed)
     else:
-        sums.outputs[size_expr.format_expr(result_bytes)] += 1
         sums.call_peak.add(size_expr.format_expr(cost.peak))
-        excess = cost.peak - result_bytes if cost.peak != 0 else ZERO
-        sums.peak_without_outputs.add(size_expr.format_expr(excess))
 
 
 @cache
@@ -708,7 +738,6 @@ def _add_glue(op: GlueOp, sums: _CostAccumulator) -> None:
         return
     written = _sum_of_bytes(op.results)
     sums.glue_bytes[_sum_of_bytes([*op.results, *op.operands])] += 1
-    sums.outputs[written] += 1
     flops = _matmul_flops(op) if op.base_name in MATMUL_OP_NAMES else None
     if flops is not None:
         sums.flops[size_expr.format_expr(flops)] += 1
