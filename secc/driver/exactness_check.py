@@ -150,7 +150,24 @@ def _check_other_plans(compiled: CompiledPlan, error: UserError) -> CompiledPlan
             return checked
         reason = WidthsReason.AFFECTED if options.widths == "global" else WidthsReason.NEEDED
         return _add_checks(checked, {"widths": reason.value})
-    raise refusal
+    raise _blame_pinned_stages(compiled, refusal)
+
+
+def _blame_pinned_stages(compiled: CompiledPlan, refusal: UserError) -> UserError:
+    """Returns an error that names the stages that the user pinned, if the plan without them is exact; else
+    the refusal itself."""
+    options = compiled.options
+    staged = {f"{name}.pp" for name, stages in compiled.plan.pipelines.items() if len(stages) > 1}
+    pins = [pin for pin in options.set if pin.partition("=")[0] in staged]
+    if not pins:
+        return refusal
+    others = tuple(pin for pin in options.set if pin not in pins)
+    try:
+        check_exactness(compile_model(compiled.user.path, dataclasses.replace(options, set=others)))
+    except UserError:
+        return refusal
+    message = f"{' with '.join(pins)} is impossible: captured layer by layer, {refusal.message}"
+    return UserError(message, refusal.where, f"leave {' or '.join(p.partition('=')[0] for p in pins)} out")
 
 
 def _other_options(compiled: CompiledPlan, error: UserError) -> Iterator[CompileOptions]:

@@ -136,8 +136,11 @@ class SizeFitter:
         ]
         yield from _fit_combinations(values, ((m,) for m in every))
         yield from _fit_at_least_one(values, self.size_rows, self.moving_symbols)
+        yield from self._fit_least_width(values)
         yield from self._fit_wider_width(values, [one])
-        yield from _fit_combinations(values, ((m, one) for m in every))
+        for expr in _fit_combinations(values, ((m, one) for m in every)):
+            self.doubt = self.doubt or self._find_negative_width(expr, values)
+            yield expr
         yield from _fit_combinations(values, itertools.combinations(every, 2))
         yield from self._fit_wider_width(values, [one, *small])
         for expr in itertools.chain(
@@ -185,6 +188,27 @@ class SizeFitter:
                 )
                 self.used_division = True
                 yield amount
+
+    def _fit_least_width(self, values: ValueColumn) -> Iterator[Expr]:
+        """Yields max(N, width) and max(N - width, 0), as where code pads to at least N, if several narrow
+        widths and a wide one give the values so."""
+        for name in (n for n in self.moving_symbols if n in self._padded_symbols):
+            widths = [row[name] for row in self.size_rows]
+            padded = [v + w for v, w in zip(values, widths, strict=True)]
+            for totals, subtracted in ((list(values), 0), (padded, size_symbol(name))):
+                least = min(totals)
+                has_both = len({w for w in widths if w < least}) > 1 and max(widths) > least
+                if has_both and totals == [max(w, least) for w in widths]:
+                    yield sympy.Max(size_symbol(name) - subtracted, least - subtracted)
+
+    def _find_negative_width(self, expr: Expr, values: ValueColumn) -> tuple[str, int] | None:
+        """Returns a width at which the expression is -1 although no observed value is negative: `16 - S` is
+        what code adds that pads to 16, or to a multiple of 8 if all observed widths lie between 9 and 15."""
+        name = next(iter(symbol_names(expr)))
+        most = evaluate_size(expr + size_symbol(name), {name: 0}) if name in self._padded_symbols else 0
+        if min(values) < 0 or expr != most - size_symbol(name):
+            return None
+        return name, int(most) + 1
 
     def _find_far_width(self, expr: Expr) -> tuple[str, int] | None:
         """Returns a symbol of a sum of three terms that can be made twice as large as in any observation;

@@ -128,3 +128,30 @@ def test_a_remainder_explains_if_forward_does_the_same_where_it_is_0(
     (pad,) = (n for n in case.generic.graph.nodes if "constant_pad" in str(n.target))
     for length in range(20, 60):
         assert evaluate_size(pad.meta["args"][1][1], {"S_sound": length, "B": 2}) == -length % 4
+
+
+class Padded(nn.Module):
+    """Pads sounds to 16 entries, or to a multiple of 8, in one of several ways."""
+
+    def __init__(self, missing: Callable[[int], int]) -> None:
+        super().__init__()
+        self.head, self.missing = nn.Linear(1, 2), missing
+
+    def forward(self, sound: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        sound = nn.functional.pad(sound, (0, self.missing(sound.shape[1])))
+        return nn.functional.cross_entropy(self.head(sound[..., None]).sum(1), labels)
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [lambda n: 16 - n, lambda n: max(16 - n, 0), lambda n: -n % 8],
+    ids=["to 16", "to 16 at least", "to multiples of 8"],
+)
+def test_lengths_of_one_window_do_not_hide_what_longer_ones_lack(
+    missing: Callable[[int], int], user_of: Callable[..., UserModel]
+) -> None:
+    samples = [{"sound": torch.randn(9 + i % 7), "labels": torch.tensor(i % 2)} for i in range(40)]
+    (case,) = capture_user_model(user_of(samples, model=lambda: Padded(missing))).cases
+    (pad,) = (n for n in case.generic.graph.nodes if "constant_pad" in str(n.target))
+    for length in range(9, 40):
+        assert evaluate_size(pad.meta["args"][1][1], {"S_sound": length, "B": 2}) == missing(length)
