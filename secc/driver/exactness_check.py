@@ -19,6 +19,7 @@ from torch import nn
 from secc.driver.batch_of_one import find_fault_of_one
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
+from secc.driver.global_switches import GlobalSwitch, find_global_switch
 from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
@@ -213,6 +214,13 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
             " batch: choose by sample (a mask, torch.where), or let the branch only add a term to the loss"
         )
         return InexactPlan(message, line, remedy)
+    if switch := _find_global_switch(compiled, inexact.pattern):
+        message = (
+            f"forward switches {switch.name}, which the code of this module may read, from {switch.first!r}"
+            f" to {switch.other!r} while it runs: ranks follow attributes of modules, not of classes or files"
+        )
+        remedy = "keep the switch in each module, as `self.NAME`, and let forward set it there"
+        return InexactPlan(message, switch.where, remedy)
     message = (
         f"the plan does not compute what plain PyTorch computes for samples with {pattern}: "
         f"the loss is off by {d.loss:.3g} and the gradient of {d.worst} by {d.gradient:.3g} tolerances"
@@ -236,6 +244,15 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
             "between samples; switch it off to see whether it is that"
         )
     return InexactPlan(message, str(compiled.user.path), remedy)
+
+
+def _find_global_switch(compiled: CompiledPlan, pattern: Sequence[str]) -> GlobalSwitch | None:
+    """Returns the class attribute or global that forward switches for samples of a pattern, if it does."""
+    if compiled.model is None:
+        return None
+    samples = compiled.survey.compose_batches(frozenset(pattern))[-1]
+    with torch.no_grad():
+        return find_global_switch(compiled.model, compiled.user.collate(samples))
 
 
 def _find_parameter_line(compiled: CompiledPlan, name: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
 from tests.e2e.harness import compile_and_write
 
@@ -90,6 +91,28 @@ class Part(nn.Module):
     def forward(self, ids):
         return self.map(self.table(ids).sum(1))
 """
+ADAPTED = """
+ADAPTED = True
+
+
+class Part(nn.Module):
+    adapted = True
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.adapter = nn.Embedding(5, 8), nn.Linear(8, 8)
+
+    def forward(self, ids):
+        rows = self.table(ids).sum(1)
+        return rows + self.adapter(rows) if SWITCH else rows
+"""
+COMPARED = """
+        global ADAPTED
+        SWITCH = False
+        plain = self.part(ids)
+        SWITCH = True
+        return F.cross_entropy(self.head((self.part(ids) - 0.5 * plain).float()), label)
+"""
 COUPLED = {
     "gradients by frequency": (FREQUENT, r"how often a row is looked up"),
     "renormalised rows": (
@@ -113,6 +136,17 @@ def test_module_state_that_couples_micro_batches_is_refused_with_its_line(tmp_pa
     with pytest.raises(UserError, match=message) as found:
         compile_model(written(tmp_path, part), CompileOptions(cluster="local:2", global_batch=4))
     assert found.value.where.startswith("model.py:") and found.value.remedy
+
+
+@pytest.mark.parametrize("switch", ["ADAPTED", "Part.adapted"])
+def test_a_switch_outside_of_modules_is_refused_by_its_name(tmp_path: Path, switch: str) -> None:
+    path = written(tmp_path, ADAPTED)
+    loss = "        return F.cross_entropy(self.head(self.part(ids).float()), label)\n"
+    path.write_text(path.read_text().replace(loss, COMPARED).replace("SWITCH", switch))
+    message = f"forward switches {switch}, .* from False to True"
+    with pytest.raises(UserError, match=message) as found:
+        check_exactness(compile_model(path, CompileOptions(cluster="local:2", global_batch=4)))
+    assert found.value.where.startswith("model.py:")
 
 
 @pytest.mark.parametrize("part", [COUNTED, FROZEN_IN_16_BITS, WEIGHT_NORM])

@@ -355,7 +355,7 @@ class ProbeBatches:
             return None
 
     def _record_if_accepted(self, b: ProbeBatch) -> ObservedRecording | None:
-        """Records a padded micro-batch; None if the model refuses its width."""
+        """Records a changed micro-batch; None if the model refuses its width or its masks."""
         try:
             return self._record_batch(b)
         except (UserError, ValueError):
@@ -386,7 +386,8 @@ class ProbeBatches:
 
     def record_without_rows(self) -> Iterator[ObservedRecording]:
         """Yields recordings of the first ragged micro-batch with all labels ignored, or with one mask
-        empty, which may leave no rows to count."""
+        empty, which may leave no rows to count; with all of these at once where forward refuses one of them,
+        as where it compares rows that two masks pick."""
         first, labels = self.ragged_batches[0], self._inputs.labels_key
         replacements = (
             {labels: torch.full_like(first.batch[labels], IGNORED_LABEL)} if labels in first.batch else {}
@@ -396,8 +397,16 @@ class ProbeBatches:
             for key, value in first.batch.items()
             if key != labels and _is_mask(value)
         }
+        is_refused = False
         for key, value in replacements.items():
-            yield self._record_batch(replace(first, batch={**first.batch, key: value}))
+            found = self._record_if_accepted(replace(first, batch={**first.batch, key: value}))
+            is_refused |= found is None
+            if found is not None:
+                yield found
+        if is_refused:
+            found = self._record_if_accepted(replace(first, batch={**first.batch, **replacements}))
+            if found is not None:
+                yield found
 
 
 def _is_mask(value: Any) -> bool:

@@ -326,3 +326,41 @@ def test_a_refused_micro_batch_gives_the_same_error_in_a_forked_process(
     _split(monkeypatch)
     with pytest.raises(UserError, match="ValueError: too many"):
         capture_user_model(load_model_file(path))
+
+
+TWO_MASKS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = (nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9)) for _ in range(2))
+        self.teacher.requires_grad_(False)
+
+    def forward(self, prompt, labels, answer, mask):
+        own, target = self.student(prompt)[labels != -100], self.teacher(answer)[mask == 1]
+        return F.kl_div(own.log_softmax(-1), target.softmax(-1), reduction="batchmean")
+
+def model():
+    return Model()
+
+def dataset():
+    def sample(i):
+        answer = torch.arange(2 + i % 5) % 9
+        return {
+            "prompt": torch.cat([torch.ones(3, dtype=torch.long), answer]),
+            "labels": torch.cat([torch.full((3,), -100), answer]),
+            "answer": answer,
+            "mask": torch.ones_like(answer),
+        }
+    return [sample(i) for i in range(20)]
+"""
+
+
+def test_masks_that_must_pick_equally_many_rows_are_emptied_together(tmp_path: Path) -> None:
+    path = tmp_path / "two_masks.py"
+    path.write_text(TWO_MASKS)
+    _, capture = _capture(tmp_path, "two_masks")
+    assert [case.rerecord_reason for case in capture.cases] == [None]
