@@ -19,6 +19,7 @@ from tests.e2e.harness import (
     train_in_one_process,
     write_recording_model,
 )
+from tests.e2e.reference_runs import write_named_recording_model
 from tools.zoo import EXACT, look
 from tools.zoo_models import entry
 
@@ -45,6 +46,35 @@ CASES = [
     ),
     pytest.param("odds_ratio", 2, (), {"linear-cross-entropy"}, marks=pytest.mark.slow),
     pytest.param("whisper_tiny", 2, (), {"layer-norm", "residual-norm"}, marks=pytest.mark.slow),
+    # ranks that share the rows of a sample, whose labels cross the borders of parts, or deal samples
+    pytest.param(
+        "llama",
+        4,
+        ("model.cp=4", "model.cp_per=section", "model.sharding=zero3"),
+        {"swiglu", "rms-norm", "residual-norm", "rope", "linear-cross-entropy"},
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "llama",
+        4,
+        ("model.cp=2", "model.tp=2", "model.cp_per=section", "model.recompute=full"),
+        {"swiglu", "rms-norm", "residual-norm", "rope", "linear-cross-entropy"},
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "qwen_distil",
+        4,
+        ("teacher.cp=2", "student.cp=2", "student.cp_per=section", "student.recompute=selective"),
+        {"swiglu", "rms-norm", "residual-norm", "rope", "linear-kl-ce"},
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "qwen_distil",
+        5,
+        ("teacher.dp=1", "student.cp=4", "student.cp_per=micro_batch", "student.sharding=zero2"),
+        {"swiglu", "rms-norm", "residual-norm", "rope", "linear-kl-ce"},
+        marks=pytest.mark.slow,
+    ),
     # experts over replicas, and inside one
     pytest.param(
         "glm4_moe",
@@ -68,7 +98,10 @@ CASES = [
 def test_fused_plans_train_as_plain_pytorch(
     name: str, ranks: int, choices: tuple[str, ...], rules: set[str], tmp_path: Path
 ) -> None:
-    model = write_recording_model(name, tmp_path, EXAMPLES if (EXAMPLES / f"{name}.py").exists() else MODELS)
+    if (EXAMPLES / f"{name}.py").exists():
+        model = write_recording_model(name, tmp_path, EXAMPLES)
+    else:
+        model = write_named_recording_model(name, tmp_path)
     reference = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
     options: dict[str, Any] = dict(
         cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=choices, fuse=True
