@@ -607,7 +607,9 @@ def _write_section(
         work, rank, chosen.dp, chosen.sharding, chosen.recompute
     )
     held = rank.cost_under_recompute(chosen.recompute)
-    write_section_cost(load.section, replace(load.cost, saved=held.saved, streamed=held.streamed))
+    between = held.kept_between
+    cost = replace(load.cost, saved=held.saved, streamed=held.streamed, kept_between=between)
+    write_section_cost(load.section, cost)
     load.section.attributes |= {
         "dp": int_attr(chosen.dp),
         "tp": int_attr(chosen.tp),

@@ -41,8 +41,9 @@ def write_section_cost(section: SectionOp, cost: SectionCost) -> None:
     """Writes a section's cost into its attributes."""
     for key in ("flops", "backward_flops", "saved", "glue_bytes"):
         section.attributes[key] = StringAttr(getattr(cost, key))
-    if cost.streamed != "0":
-        section.attributes["streamed"] = StringAttr(cost.streamed)
+    for key in ("streamed", "kept_between"):
+        if getattr(cost, key) != "0":
+            section.attributes[key] = StringAttr(getattr(cost, key))
     for key in ("ops", "params", "trainable", "param_bytes", "trainable_bytes"):
         section.attributes[key] = int_attr(getattr(cost, key))
     section.attributes["dtype"] = StringAttr(cost.dtype)

@@ -35,7 +35,6 @@ from secc.alloc.problem.in_flight import (
 from secc.alloc.problem.micro_batch_times import (
     micro_batch_time_expressions,
     subgroup_costs,
-    weight_gradient_permille,
 )
 from secc.alloc.problem.section_load import SectionLoad, compute_rank_load
 from secc.alloc.problem.types import ReplicaShape
@@ -236,9 +235,13 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
             stage.attributes["offload"] = StringAttr("none")
             load = _rank_load(work, stage)
         recompute = get_string(stage, "recompute") or "none"
-        held = load.cost_under_recompute(recompute)
+        held, later = load.cost_under_recompute(recompute), _weight_permille(work, load)
+        between = held.kept_between if later else "0"
         write_section_cost(
-            stage, replace(work.loads[load.name].cost, saved=held.saved, streamed=held.streamed)
+            stage,
+            replace(
+                work.loads[load.name].cost, saved=held.saved, streamed=held.streamed, kept_between=between
+            ),
         )
         dp, _, sharding, _ = _candidate_choice(stage)
         forward_ns, backward_ns = micro_batch_time_expressions(
@@ -246,7 +249,7 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
         )
         in_flight = _in_flight_limit(work, load, counts[get_string(stage, "pipeline") or ""])
         stage.attributes |= {
-            "weight_permille": int_attr(_weight_permille(work, load)),
+            "weight_permille": int_attr(later),
             "in_flight": int_attr(in_flight if load.mode != "forward" else 0),
             "label": StringAttr(load.label),
             "forward_ns": StringAttr(forward_ns),
@@ -294,7 +297,7 @@ def _weight_permille(work: Workload, load: SectionLoad) -> int:
         or not cost.params
     ):
         return 0
-    return weight_gradient_permille(cost, get_string(load.section, "recompute") or "none")
+    return load.weight_permille.get(get_string(load.section, "recompute") or "none", 0)
 
 
 def _rank_load(work: Workload, section: SectionOp) -> SectionLoad:
@@ -349,7 +352,7 @@ def _in_flight_limit(work: Workload, load: SectionLoad, parts: int) -> int:
         return next((n for n in range(most, least, -1) if rank.fits_device(n, device)), least)
     others = shape.chunks * (rank.fixed + rank.gradients)  # of all stages on the rank
     room = divide_in_flight_room(shape, stage, max(0, device.usable_memory - others), rank.largest_sample)
-    return max(least, min(most, room // max(1, rank.activation)))
+    return max(least, min(most, (room - rank.kept_between) // max(1, rank.activation)))
 
 
 def _pipeline_shape(stage: SectionOp, parts: int) -> tuple[ReplicaShape, int]:

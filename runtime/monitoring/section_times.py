@@ -124,7 +124,8 @@ def predict_section_seconds(plan: Plan, samples: Sequence[SampleMeta], schedule:
         for rank in first_ranks[section.name]:
             for i in schedule.programs[rank]:
                 if i.kind in COMPUTE_KINDS and i.section == section.name:
-                    weight_ns = weight_backward_ns(section, backward[i.micro])
+                    whole = i.micro in schedule.whole_backwards.get(section.name, ())
+                    weight_ns = weight_backward_ns(section, backward[i.micro], whole)
                     ns = {"F": forward[i.micro], "B": backward[i.micro] - weight_ns, "W": weight_ns}[i.kind]
                     total_ns[section.user_section_name, "F" if i.kind == "F" else "B"] += ns
     return {key: ns / 1e9 for key, ns in total_ns.items()}

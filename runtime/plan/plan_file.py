@@ -125,6 +125,15 @@ _MESH = shapes.dataclass_of(
     },
     optional=("cp", "ep"),
 )
+_COST_EXPRESSIONS = (
+    "forward_ns",
+    "backward_ns",
+    "flops",
+    "backward_flops",
+    "saved",
+    "streamed",
+    "kept_between",
+)
 _COST = shapes.dataclass_of(
     schema.Cost,
     {
@@ -135,9 +144,10 @@ _COST = shapes.dataclass_of(
         "backward_flops": _optional_expression,
         "saved": _optional_expression,
         "streamed": _optional_expression,
+        "kept_between": _optional_expression,
         "dtype": _TEXT,
     },
-    optional=("streamed",),
+    optional=("streamed", "kept_between"),
 )
 _STYLE_KINDS = ("colwise", "rowwise", "shapes", "vocab", "norm", "inner", "sequence")
 _SECTION_FIELDS: dict[str, Shape] = {
@@ -720,7 +730,7 @@ def _check_section(plan: Plan, section: Section, symbols: set[str], optional_key
     _check_known(section.units, section.blocks, "block of the section", f"{place}.units")
     parts = [(f"subgroups[{i}].cost", s.cost) for i, s in enumerate(section.subgroups)]
     for key, cost in (("cost", section.cost), *parts):
-        for name in ("forward_ns", "backward_ns", "flops", "backward_flops", "saved", "streamed"):
+        for name in _COST_EXPRESSIONS:
             text = getattr(cost, name)
             _check_symbols([text] if text else [], symbols, f"{place}.{key}.{name}")
     if section.cp_per == "micro_batch" and section.weight_permille:

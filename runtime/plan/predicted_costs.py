@@ -29,6 +29,14 @@ class PartCosts(NamedTuple):
     is_possible: bool
 
 
+class SplitBackwards(NamedTuple):
+    """The bytes that micro-batches keep in addition between the parts of their split backwards, () for none,
+    and the indices of those that run their backward whole, because that would be too much."""
+
+    between_bytes: Sequence[int] = ()
+    whole: frozenset[int] = frozenset()
+
+
 @dataclass(frozen=True)
 class DealtCosts:
     """A micro-batch dealt to equal `subgroups` of the ranks of cp, each of `ranks` ranks: ns and bytes of the
@@ -328,6 +336,24 @@ class PredictedCosts:
         for i, size, dealt in zip(others, together, self.price_dealt(section, joined), strict=True):
             saved[i] = size if dealt is None else dealt.saved_bytes
         return saved
+
+    def split_backwards(self, section: Section, micro_batches: Sequence[Sequence[int]]) -> SplitBackwards:
+        """Returns what a split backward adds to each micro-batch. One that would exceed the section's byte
+        budget between its parts runs its backward whole."""
+        text = section.cost.kept_between
+        if not section.room_bytes or not section.weight_permille or not text:
+            return SplitBackwards()
+        if all(len(samples) == 1 for samples in micro_batches):
+            of_sample = self._evaluate_for_samples(text)
+            between = [of_sample[p] for (p,) in micro_batches]
+        else:
+            columns = self.micro_batch_columns(micro_batches)
+            between = evaluate_expr_columns(text, columns, len(micro_batches))
+        kept = map(int.__add__, self.saved_bytes(section, micro_batches), between)
+        whole = [i for i, size in enumerate(kept) if size > section.room_bytes]
+        for i in whole:
+            between[i] = 0
+        return SplitBackwards(between, frozenset(whole))
 
     def saved_bytes_of_samples(self, cost: Cost) -> list[int]:
         """Returns the bytes that each sample keeps as a micro-batch of its own in a section of this cost."""

@@ -111,7 +111,8 @@ class Cost:
 
     `flops` and `backward_flops` are floating-point operations in `dtype` (a short name such as "bf16"),
     `saved` the bytes kept from forward to backward, `streamed` those of layers on their way to or from host
-    memory; "" where unknown.
+    memory, `kept_between` what is kept in addition from the start of a split backward's first part to the end
+    of the second; "" where unknown or nothing.
     """
 
     forward_ns: str = "0"
@@ -122,6 +123,7 @@ class Cost:
     saved: str = ""
     dtype: str = ""
     streamed: str = ""
+    kept_between: str = ""
 
 
 @dataclass(frozen=True)
@@ -176,9 +178,9 @@ class Section:
     stages in the same micro-batches. A rank may hold several `chunks` of layers, each a stage, that lie on
     the ranks as `placement` says (`rank_position`). `in_flight` is how many micro-batches a rank may hold
     between forward and backward (0: any number), `room_bytes` how many bytes these may keep together, by
-    `cost.saved` (0: unknown). With `weight_permille`, the backward is split: B computes the gradients of the
-    inputs and W those of the parameters (zero-bubble pipelines), and W takes this many thousandths of the
-    backward.
+    `cost.saved` and `cost.kept_between` (0: unknown). With `weight_permille`, the backward is split: B
+    computes the gradients of the inputs and W those of the parameters (zero-bubble pipelines), and W takes
+    this many thousandths of the backward.
     A micro-batch has at most `micro_batch` samples; with `micro_batch_tokens` (0: any number), one of several
     samples has at most so many tokens, which `token_count` counts with their padding.
 
@@ -527,6 +529,7 @@ def join_stages(stages: tuple[Section, ...]) -> Section:
         cost=dataclasses.replace(
             costs[0],
             **{f: total(f) for f in ("forward_ns", "backward_ns", "flops", "backward_flops", "saved")},
+            kept_between=total("kept_between"),
         ),
         pipeline="",
         in_flight=0,
@@ -569,6 +572,9 @@ def _section_to_dict(section: Section) -> dict[str, Any]:
         del found["chunks"], found["placement"]
     if section.overlap == "none":
         del found["overlap"]
+    for cost in (found["cost"], *(s["cost"] for s in found.get("subgroups", ()))):
+        if not cost["kept_between"]:
+            del cost["kept_between"]
     return found
 
 

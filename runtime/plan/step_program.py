@@ -22,7 +22,7 @@ replicas do (`gather_rounds`). A pipeline stage is a section with a name of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -112,7 +112,8 @@ class Schedule:
     forwards of the micro-batches `prefetchable`; `forward_ns` has the modelled time of each micro-batch of
     prefetching sections. In a step spliced with its neighbours, it did compute the forwards of `prefetched`,
     so they have no F here, and sample positions from `own_samples` on belong to the next global batch.
-    `over_memory` has what cannot be ordered within the ranks' memory.
+    `over_memory` has what cannot be ordered within the ranks' memory, `whole_backwards` by section the
+    micro-batches whose B computes all of a split backward.
     """
 
     micro_batches: dict[str, tuple[MicroBatch, ...]]
@@ -122,6 +123,7 @@ class Schedule:
     own_samples: int | None = None
     forward_ns: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     over_memory: tuple[MemoryExcess, ...] = ()
+    whole_backwards: MicroBatchSets = field(default_factory=dict[str, frozenset[int]])
 
     def is_prefetched(self, section: str, micro: int) -> bool:
         """Returns whether the previous step has computed a micro-batch's forward."""
@@ -197,17 +199,24 @@ def compute_kinds(section: Section) -> tuple[str, ...]:
     return ("F", "B", "W") if section.weight_permille else ("F", "B")
 
 
-def weight_backward_ns(section: Section, backward_ns: int) -> int:
-    """Returns the ns of a backward that its W part takes."""
-    return backward_ns * section.weight_permille // 1000 if owes_backward(section) else 0
+def weight_backward_ns(section: Section, backward_ns: int, whole: bool = False) -> int:
+    """Returns the ns of a backward that its W part takes. whole: B computes all, and W does nothing; it
+    counts as a nanosecond, so that every task takes time."""
+    part = backward_ns * section.weight_permille // 1000 if owes_backward(section) else 0
+    return min(part, 1) if whole else part
 
 
-def weight_backward_times(section: Section, backward: Sequence[int]) -> list[int]:
-    """Returns `weight_backward_ns` of each backward time."""
+def weight_backward_times(
+    section: Section, backward: Sequence[int], whole: Collection[int] = ()
+) -> list[int]:
+    """Returns `weight_backward_ns` of each backward time; those at the indices `whole` are in one part."""
     if not section.weight_permille or not owes_backward(section):
         return [0] * len(backward)
     permille = section.weight_permille
-    return [ns * permille // 1000 for ns in backward]
+    parts = [ns * permille // 1000 for ns in backward]
+    for i in whole:
+        parts[i] = min(parts[i], 1)
+    return parts
 
 
 def returns_gradient(edge: Edge, sections: Mapping[str, Section]) -> bool:
@@ -330,7 +339,11 @@ def print_schedule(schedule: Schedule) -> str:
 def _print_micro_batch(m: MicroBatch, schedule: Schedule) -> str:
     marks = [
         mark
-        for mark, micros in (("early", schedule.prefetchable), ("computed", schedule.prefetched))
+        for mark, micros in (
+            ("early", schedule.prefetchable),
+            ("computed", schedule.prefetched),
+            ("whole", schedule.whole_backwards),
+        )
         if m.index in micros.get(m.section, ())
     ]
     return " ".join(
@@ -342,7 +355,7 @@ def parse_schedule(text: str) -> Schedule:
     """Parses the text of a schedule. Raises ValueError, naming the line, for any other text."""
     micros: dict[str, list[MicroBatch]] = {}
     programs: list[list[Instruction]] = []
-    marked: dict[str, dict[str, set[int]]] = {"early": {}, "computed": {}}
+    marked: dict[str, dict[str, set[int]]] = {"early": {}, "computed": {}, "whole": {}}
     section, own_samples = "", None
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -364,7 +377,7 @@ def parse_schedule(text: str) -> Schedule:
                     programs[-1].append(parse_instruction(line))
         except (ValueError, KeyError, IndexError) as error:
             raise ValueError(f"line {number} is not part of a schedule: {line!r} ({error})") from None
-    prefetchable, prefetched = (
+    prefetchable, prefetched, whole_backwards = (
         {name: frozenset(indices) for name, indices in by_section.items()} for by_section in marked.values()
     )
     return Schedule(
@@ -373,4 +386,5 @@ def parse_schedule(text: str) -> Schedule:
         prefetchable,
         prefetched,
         own_samples,
+        whole_backwards=whole_backwards,
     )

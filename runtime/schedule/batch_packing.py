@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from secc.runtime.plan.expr_eval import SizeColumns
+from secc.runtime.plan.expr_eval import SizeColumns, evaluate_expr_columns
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Section
 from secc.runtime.plan.step_program import replicas_in_lockstep, runs_in_lockstep
@@ -45,17 +45,20 @@ def exceeds_limits(
     """Returns for each micro-batch (columns of symbol values) whether it has more tokens than the section
     allows, or a stage cannot hold as many of its kind as 1F1B needs.
 
-    Stage s of p holds p - s micro-batches between forward and backward.
+    Stage s of p holds p - s micro-batches between forward and backward, and of one also what a split backward
+    keeps between its parts.
     """
     too_large = [False] * count
     if stages[0].micro_batch_tokens:
         too_large = [n > stages[0].micro_batch_tokens for n in costs.token_counts(stages[0], columns, count)]
     for s in (s for s in stages if s.room_bytes):
-        budget = s.room_bytes // (len(stages) - s.stage)
-        too_large = [
-            already or saved > budget
-            for already, saved in zip(too_large, costs.saved_bytes_of_columns(s, columns, count), strict=True)
-        ]
+        held = len(stages) - s.stage
+        saved = costs.saved_bytes_of_columns(s, columns, count)
+        if s.weight_permille and s.cost.kept_between:
+            between = evaluate_expr_columns(s.cost.kept_between, columns, count)
+            saved = [own + more // held for own, more in zip(saved, between, strict=True)]
+        budget = s.room_bytes // held
+        too_large = [already or size > budget for already, size in zip(too_large, saved, strict=True)]
     return too_large
 
 

@@ -396,7 +396,12 @@ def splice_prefetch(plan: Plan, this: Schedule, own: int, then: Schedule | None,
         for name, own_micros in this.micro_batches.items()
     }
     return Schedule(
-        micros, tuple(programs), prefetched=prefetched, own_samples=own, over_memory=this.over_memory
+        micros,
+        tuple(programs),
+        prefetched=prefetched,
+        own_samples=own,
+        over_memory=this.over_memory,
+        whole_backwards=this.whole_backwards,
     )
 
 

@@ -73,7 +73,8 @@ def emit_programs(
         [*emitter.emit_computations(), *emitter.emit_messages(messages), *emitter.emit_closing(graph)],
         plan.world_size,
     )
-    return Schedule({name: t.micro_batches for name, t in tables.items()}, programs)
+    whole = {name: t.whole_backwards for name, t in tables.items() if t.whole_backwards}
+    return Schedule({name: t.micro_batches for name, t in tables.items()}, programs, whole_backwards=whole)
 
 
 def _assemble_programs(

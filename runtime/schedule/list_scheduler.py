@@ -10,7 +10,10 @@ start makes its follower the most urgent one of the following line, and so on, s
 And an *in-flight limit* bounds how many tasks, and how many bytes, a rank holds between the start of an
 acquiring task and the end of a releasing one (forward and backward of a micro-batch). A single task may
 exceed the bytes. A task without a free place is deferred unless nothing else can run: the limit is a wish
-that cannot stop a step.
+that cannot stop a step. An *adding* task between the two (the first part of a split backward) holds further
+bytes until the releasing one ends. Where it finds no room, a ready releasing task starts in its place. So
+that it finds room in the end, a task acquires bytes only if each task in flight could still add its own when
+all that started before it have been released.
 
 *Simultaneous* tasks start together, one on each of several ranks, and take as long as the longest of them. A
 rank that comes to one of them while another of these ranks is busy reserves them all; likewise for the
@@ -41,8 +44,9 @@ class TaskGraph:
     The following lists are empty without lines and limits, and -1 means none. `followers`: the task that
     follows; `line_of`: the line of the follower, an index into `line_priorities`, which has the sorted
     priorities of each following line. `acquires`, `releases`: the in-flight limit that gets a task when this
-    one starts, or loses one when it ends; `held_bytes`: the bytes of it. `count_limits`, `byte_limits`: by
-    limit, for each rank.
+    one starts, or loses one when it ends; `held_bytes`: the bytes of it. `adds`: the limit from which an
+    adding task takes further bytes when it starts; `added_bytes`: how many, also of the task that acquired
+    before it. `count_limits`, `byte_limits`: by limit, for each rank.
     """
 
     rank_count: int
@@ -59,6 +63,8 @@ class TaskGraph:
     acquires: list[int] = field(default_factory=list)
     releases: list[int] = field(default_factory=list)
     held_bytes: list[int] = field(default_factory=list)
+    adds: list[int] = field(default_factory=list)
+    added_bytes: list[int] = field(default_factory=list)
     count_limits: list[int] = field(default_factory=list)
     byte_limits: list[int] = field(default_factory=list)
 
@@ -81,9 +87,10 @@ class TaskGraph:
         if self.further_ranks:
             self.further_ranks.append(None)
         if self.followers:
-            for column in (self.followers, self.line_of, self.acquires, self.releases):
+            for column in (self.followers, self.line_of, self.acquires, self.releases, self.adds):
                 column.append(-1)
             self.held_bytes.append(0)
+            self.added_bytes.append(0)
         self.rank_count += 1
         for task in waiting:
             self.add_dependency(arrival, task)
@@ -117,19 +124,33 @@ class TaskGraph:
         return () if by_rank is None else by_rank.get(self.rank_of[task], ())
 
     def limit_in_flight(
-        self, count: int, takes: range, gives: range, byte_limit: int = 0, sizes: Sequence[int] = ()
+        self,
+        count: int,
+        takes: range,
+        gives: range,
+        byte_limit: int = 0,
+        sizes: Sequence[int] = (),
+        adding: range = range(0),
+        added: Sequence[int] = (),
     ) -> None:
         """Limits how many of the tasks `takes` are in flight on a rank, each until a task of `gives` ends
         there.
 
         With `sizes` (bytes, one per task), those in flight may not exceed `byte_limit` together either,
-        unless one alone does. All tasks must have been added already.
+        unless one alone does. The tasks `adding`, one for each of `takes`, take `added` further bytes when
+        they start. All tasks must have been added already.
         """
         self._allocate_limits()
         for column, tasks in ((self.acquires, takes), (self.releases, gives)):
             column[tasks.start : tasks.stop] = [len(self.count_limits)] * len(tasks)
             if sizes:
                 self.held_bytes[tasks.start : tasks.stop] = sizes
+        if added:
+            self.adds[adding.start : adding.stop] = [len(self.count_limits)] * len(added)
+            self.held_bytes[gives.start : gives.stop] = map(int.__add__, sizes, added)
+            self.held_bytes[adding.start : adding.stop] = sizes
+            for tasks in (takes, adding):
+                self.added_bytes[tasks.start : tasks.stop] = added
         self.count_limits.append(count)
         self.byte_limits.append(byte_limit)
 
@@ -137,7 +158,8 @@ class TaskGraph:
         if not self.followers:
             tasks = len(self.rank_of)
             self.followers, self.line_of, self.acquires, self.releases = ([-1] * tasks for _ in range(4))
-            self.held_bytes = [0] * tasks
+            self.adds = [-1] * tasks
+            self.held_bytes, self.added_bytes = [0] * tasks, [0] * tasks
 
 
 NO_LIMIT = 2**62  # ns
@@ -196,6 +218,13 @@ class _ListScheduler:
         self.acquires, self.releases = graph.acquires or none, graph.releases or none
         self.free_count = [count for count in graph.count_limits for _ in range(graph.rank_count)]
         self.free_bytes = [size for size in graph.byte_limits for _ in range(graph.rank_count)]
+        self.adds = graph.adds or none
+        # By slot with adding tasks: (bytes held, bytes yet to be added) of what is in flight, in the order of
+        # starts, and the releasing tasks that are ready.
+        self.yet_to_add: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self.ready_to_release: defaultdict[int, list[int]] = defaultdict(list)
+        self.started_early = set[int]()  # releasing tasks that started in the place of others
+        self.limits_with_additions = {limit for limit in self.adds if limit >= 0}
         self.deferred: defaultdict[int, list[int]] = defaultdict(list)
         self.forced = set[int]()  # tasks that start whatever their size
         self.release_initial_tasks()
@@ -207,6 +236,7 @@ class _ListScheduler:
         successors, predecessors_left = graph.successors, self.predecessors_left
         by_priority, priority, reserved = self.by_priority, self.priority, self.reserved_priority
         acquires, releases, followers = self.acquires, self.releases, self.followers
+        with_additions, started_early = self.limits_with_additions, self.started_early
         further_ranks, has_limits = graph.further_ranks, bool(graph.followers)
 
         # The heap of running tasks holds (end << bits) + task, one integer that sorts by end time.
@@ -237,7 +267,11 @@ class _ListScheduler:
                         continue
                     by_rank = further_ranks[task] if further_ranks else None
                     extra = () if by_rank is None else by_rank.get(rank, ())
-                    slot = -1
+                    slot, popped = -1, task
+                    if with_additions:
+                        if task in started_early:
+                            continue
+                        task = self.make_room_for(task, rank)
                     if has_limits and (limit := acquires[task]) >= 0:
                         slot = limit * rank_count + rank
                         if not self.fits_in_flight(task, slot):
@@ -247,13 +281,18 @@ class _ListScheduler:
                             continue
                     if extra:
                         if not all(map(is_free.__getitem__, extra)):
-                            heappush(queue, priority[task])
-                            self.reserve_ranks(rank, (*extra, rank), priority[task])
+                            heappush(queue, priority[popped])
+                            self.reserve_ranks(rank, (*extra, rank), priority[popped])
                             break
                         for r in extra:
                             is_free[r] = False
                     if slot >= 0:
                         self.acquire_slot(task, slot)
+                    if with_additions:
+                        if task != popped:
+                            heappush(queue, priority[popped])
+                            started_early.add(task)
+                        self.note_additions(task, rank)
                     if has_limits and followers[task] >= 0:
                         self.pass_priority_on(task)
                     is_free[rank] = False
@@ -289,6 +328,8 @@ class _ListScheduler:
                         rank = rank_of[then]
                         heappush(ready[rank], priority[then])
                         ranks_to_visit.append(rank)
+                        if with_additions and releases[then] in with_additions:
+                            self.ready_to_release[releases[then] * rank_count + rank].append(then)
         if len(order) < len(priority):
             raise ValueError(f"{len(priority) - len(order)} tasks wait for each other in a circle")
         return SimulatedTasks(order, starts, time, last_rank)
@@ -340,6 +381,8 @@ class _ListScheduler:
             self.is_free[rank_of[t]] = False
             if (limit := self.acquires[t]) >= 0:
                 self.acquire_slot(t, limit * self.graph.rank_count + rank_of[t])
+            if self.limits_with_additions:
+                self.note_additions(t, rank_of[t])
             if self.followers[t] >= 0:
                 self.pass_priority_on(t)
         self.started_simultaneous.update(together)
@@ -403,7 +446,43 @@ class _ListScheduler:
             return self.free_count[slot] > 0
         first = self.next_deferred(slot)
         is_most_urgent = first < 0 or self.priority[task] <= self.priority[first]
-        return (size <= free_bytes or free_bytes == byte_limit) and is_most_urgent
+        has_room = size <= free_bytes and (not self.limits_with_additions or self.leaves_room(task, slot))
+        return (has_room or free_bytes == byte_limit) and is_most_urgent
+
+    def leaves_room(self, task: int, slot: int) -> bool:
+        """Returns whether all in flight can add what they will add if a task acquires its bytes."""
+        limit = self.graph.byte_limits[slot // self.graph.rank_count]
+        later = self.graph.held_bytes[task]
+        if later + self.graph.added_bytes[task] > limit:
+            return False
+        for held, added in reversed(self.yet_to_add.get(slot, ())):
+            later += held
+            if later + added > limit:
+                return False
+        return True
+
+    def make_room_for(self, task: int, rank: int) -> int:
+        """Returns the releasing task that is to start in the place of an adding task without room, the most
+        urgent one; else the task itself."""
+        if (limit := self.adds[task]) < 0:
+            return task
+        slot = limit * self.graph.rank_count + rank
+        releasing = self.ready_to_release.get(slot)
+        if not releasing or self.graph.added_bytes[task] <= self.free_bytes[slot]:
+            return task
+        return min(releasing, key=self.priority.__getitem__)
+
+    def note_additions(self, task: int, rank: int) -> None:
+        """Notes that a task starts which takes bytes with additions, adds them, or releases them."""
+        sizes = self.graph.held_bytes[task], self.graph.added_bytes[task]
+        if (limit := self.acquires[task]) in self.limits_with_additions:
+            self.yet_to_add[limit * self.graph.rank_count + rank].append(sizes)
+        elif (limit := self.adds[task]) >= 0:
+            slot = limit * self.graph.rank_count + rank
+            self.free_bytes[slot] -= sizes[1]
+            self.yet_to_add[slot].remove(sizes)
+        elif (limit := self.releases[task]) in self.limits_with_additions:
+            self.ready_to_release[limit * self.graph.rank_count + rank].remove(task)
 
     def acquire_slot(self, task: int, slot: int) -> None:
         self.free_count[slot] -= 1

@@ -58,19 +58,26 @@ def find_memory_excesses(
     for holders, rank in ranks.items():
         capacity = sum(rooms[name] for name, _ in holders)
         held = [(name, i) for name, replica in holders for i in by_replica[name].get(replica, ())]
-        if sum(tables[name].saved_bytes[i] for name, i in held) <= capacity:
+        if sum(_most_bytes(tables[name], i) for name, i in held) <= capacity:
             continue
         changes = list[tuple[int, int, int, str]]()  # place (odd: an end), bytes, micro-batch, section
         for name, i in held:
-            own, size = task_ranges[name], tables[name].saved_bytes[i]
-            changes.append((2 * place[own.forward_start + i], size, i, name))
-            changes.append((2 * place[own.release_start + i] + 1, -size, i, name))
+            own, table = task_ranges[name], tables[name]
+            changes.append((2 * place[own.forward_start + i], table.saved_bytes[i], i, name))
+            if table.between_bytes:
+                changes.append((2 * place[own.backward_start + i], table.between_bytes[i], i, name))
+            changes.append((2 * place[own.release_start + i] + 1, -_most_bytes(table, i), i, name))
         peak, in_flight = _find_peak(sorted(changes))
         if peak > capacity:
             samples = (p for name, i in in_flight for p in tables[name].micro_batches[i].samples)
             names = tuple(dict.fromkeys(name for name, _ in in_flight))
             found.append(MemoryExcess(rank, names, tuple(sorted(set(samples))), peak, capacity))
     return tuple(found)
+
+
+def _most_bytes(table: MicroBatchTable, i: int) -> int:
+    """Returns the most bytes that micro-batch `i` keeps."""
+    return table.saved_bytes[i] + (table.between_bytes[i] if table.between_bytes else 0)
 
 
 def _ranks_with_limits(plan: Plan) -> dict[RankHolders, int]:
@@ -100,12 +107,12 @@ def _find_peak(changes: Sequence[tuple[int, int, int, str]]) -> tuple[int, list[
     """Returns the most bytes held at once, and the (section, micro-batch) pairs that hold them."""
     total = peak = 0
     held, at_peak = dict[tuple[str, int], None](), list[tuple[str, int]]()
-    for _, size, i, name in changes:
+    for place, size, i, name in changes:
         total += size
-        if size >= 0 and (name, i) not in held:
-            held[name, i] = None
-        else:
+        if place % 2:
             held.pop((name, i), None)
+        else:
+            held[name, i] = None
         if total > peak:
             peak, at_peak = total, list(held)
     return peak, at_peak
@@ -133,9 +140,9 @@ def _single_samples(plan: Plan, tables: Mapping[str, MicroBatchTable]) -> Iterat
     stages = {name: len(parts) for name, parts in plan.pipelines.items()}
     for s in (s for s in plan.sections if tables[s.name].saved_bytes):
         share = s.room_bytes // max(1, stages.get(s.user_section_name, 1) - s.stage)
-        for m, size in zip(tables[s.name].micro_batches, tables[s.name].saved_bytes, strict=True):
+        for m in tables[s.name].micro_batches:
             if len(m.samples) == 1:
-                yield m.samples[0], size, share
+                yield m.samples[0], _most_bytes(tables[s.name], m.index), share
 
 
 def separate_samples(

@@ -79,9 +79,11 @@ class MicroBatchTable:
     """The micro-batches of a section; every column has one number per micro-batch.
 
     `weight_ns` is the W part of `backward_ns` if the backward is split, else 0. `saved_bytes` are kept from
-    forward to backward; empty if the section has no byte budget. `upstream_ns` is the upstream backward time
-    that this micro-batch's backward makes possible. Lower `priority_class` goes first, and within a class
-    lower `urgency`. `critical_start_ns` is when the critical section wants its samples.
+    forward to backward; empty if the section has no byte budget. `between_bytes` are kept in addition from
+    the start of a split backward to the end of its W part; empty if there are none. `whole_backwards` has
+    those that are not split for lack of memory. `upstream_ns` is the upstream backward time that this
+    micro-batch's backward makes possible. Lower `priority_class` goes first, and within a class lower
+    `urgency`. `critical_start_ns` is when the critical section wants its samples.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -89,6 +91,8 @@ class MicroBatchTable:
     backward_ns: IntColumn
     weight_ns: IntColumn
     saved_bytes: IntColumn
+    between_bytes: Sequence[int]
+    whole_backwards: frozenset[int]
     upstream_ns: IntColumn
     priority_class: IntColumn
     urgency: IntColumn
@@ -507,13 +511,16 @@ class MicroBatchComposer:
         micros = _build_micro_batches(section, [m.replica for m in first_stage.micro_batches], positions)
         forward, backward = self.micro_batch_times(section, positions)
         saved_bytes = self.costs.saved_bytes(section, positions)
+        split = self.costs.split_backwards(section, positions)
         return replace(
             first_stage,
             micro_batches=micros,
             forward_ns=forward,
             backward_ns=backward,
-            weight_ns=weight_backward_times(section, backward),
+            weight_ns=weight_backward_times(section, backward, split.whole),
             saved_bytes=saved_bytes,
+            between_bytes=split.between_bytes,
+            whole_backwards=split.whole,
         )
 
     def micro_batch_times(
@@ -676,12 +683,14 @@ class MicroBatchComposer:
             forward, backward, upstream_ns, urgencies, micro_start_times, patterns = columns
             priority_class = list(map(classes.__getitem__, patterns))
             saved_bytes = self.costs.saved_bytes(section, positions)
+            split = self.costs.split_backwards(section, positions)
             return MicroBatchTable(
                 micros,
                 forward,
                 backward,
-                weight_backward_times(section, backward),
+                weight_backward_times(section, backward, split.whole),
                 saved_bytes,
+                *split,
                 upstream_ns,
                 priority_class,
                 urgencies,
@@ -697,12 +706,14 @@ class MicroBatchComposer:
         ]
         micro_start_times = [min((start_times[p] for p in samples), default=0) for samples in positions]
         saved_bytes = self.costs.saved_bytes(section, positions)
+        split = self.costs.split_backwards(section, positions)
         return MicroBatchTable(
             micros,
             forward,
             backward,
-            weight_backward_times(section, backward),
+            weight_backward_times(section, backward, split.whole),
             saved_bytes,
+            *split,
             upstream_ns,
             priority_class,
             urgencies,

@@ -2,7 +2,8 @@
 
 The stages take micro-batches in that order. A free stage runs a backward if one is ready, else the next
 forward if its input is ready and the in-flight limits allow it, else the oldest pending W part of a backward
-(1F1B and, with W parts, zero-bubble scheduling). `list_scheduler` does the same with the same order; without
+(1F1B and, with W parts, zero-bubble scheduling). A backward without room for what it keeps until its W part
+waits for pending W parts, which run at once. `list_scheduler` does the same with the same order; without
 the other ranks it takes a third of the time, so two orders of one replica are compared within a millisecond.
 
 A rank with several stages (chunks of layers) alternates: after a backward, a ready forward comes before the
@@ -52,6 +53,7 @@ class PipelineReplica:
     is without the W part, and `weight_ns` is empty unless backwards are split. `max_in_flight[s]`:
     micro-batches that stage s may hold between the forward and the last part of the backward (0: any number).
     `saved_bytes[s][m]`: bytes that they hold meanwhile, `byte_limits[s]` the limit; both empty if unbounded.
+    `between_bytes[s][m]`: bytes that they hold in addition from the start of the backward on, [] for none.
     `rank_of_stage[s]`: the number of the stage's rank, from 0; empty if each stage has its own.
     """
 
@@ -62,6 +64,7 @@ class PipelineReplica:
     saved_bytes: Sequence[Sequence[int]] = ()
     byte_limits: Sequence[int] = ()
     rank_of_stage: Sequence[int] = ()
+    between_bytes: Sequence[Sequence[int]] = ()
 
     @property
     def rank_count(self) -> int:
@@ -102,10 +105,12 @@ class PipelineReplica:
 
 
 class _ForwardLimit:
-    """How many forwards a stage may have started, by the number of micro-batches that it has finished.
+    """How many forwards a stage may have started, by the number of micro-batches that it has finished, and of
+    backwards that it has started. What backwards add must find room, too: each with what started after it,
+    once all before it are finished.
 
-    Always at least one more, so a micro-batch larger than the byte limit does not block the stage. It never
-    falls, so it is found by going on from where it was.
+    Always at least one more than are finished, so a micro-batch larger than the byte limit does not block the
+    stage. Without bytes that backwards add, it never falls, so it is found by going on from where it was.
     """
 
     def __init__(self, replica: PipelineReplica, stage: int, order: Sequence[int]) -> None:
@@ -115,15 +120,37 @@ class _ForwardLimit:
         if replica.saved_bytes and replica.saved_bytes[stage]:
             self._bytes_before = [0, *accumulate(map(replica.saved_bytes[stage].__getitem__, order))]
             self._byte_limit = replica.byte_limits[stage]
+        # What backwards add, in the order, and its sums before the first ones.
+        self.between: list[int] = []
+        if self._bytes_before and replica.between_bytes and replica.between_bytes[stage]:
+            self.between = list(map(replica.between_bytes[stage].__getitem__, order))
+            self._between_before = [0, *accumulate(self.between)]
         self._limit = 0
 
-    def limit_after(self, finished: int) -> int:
-        """Returns the limit once `finished` micro-batches have been finished, no fewer than before."""
+    def backward_fits(self, forwards: int, backwards: int, finished: int) -> bool:
+        """Returns whether the next backward has room for what it adds."""
+        held = self._bytes_before[forwards] - self._bytes_before[finished]
+        return held + self._between_before[backwards + 1] - self._between_before[finished] <= self._byte_limit
+
+    def limit_after(self, finished: int, forwards: int = 0, backwards: int = 0) -> int:
+        """Returns the limit once `finished` micro-batches have been finished, no fewer than before; where
+        backwards add bytes, only whether it is above `forwards`."""
         most = self._most_in_flight + finished
         if most > self._count:
             most = self._count
         if not self._bytes_before or finished == self._count:
             return most
+        if self.between:
+            if forwards >= most or forwards == finished:
+                return most
+            until = self._bytes_before[forwards + 1]
+            held = until - self._bytes_before[finished]
+            held += self._between_before[backwards] - self._between_before[finished]
+            fits = held <= self._byte_limit and all(
+                until - self._bytes_before[k] + self.between[k] <= self._byte_limit
+                for k in range(backwards, forwards + 1)
+            )
+            return forwards + fits
         limit, before = max(self._limit, finished + 1), self._bytes_before
         allowed = before[finished] + self._byte_limit
         while limit < most and before[limit + 1] <= allowed:
@@ -218,7 +245,9 @@ class _SharedRankSimulation(_StageTimes):
                 break
         if backward < len(self.rank_of) - 1:
             forward = self.next_forward_stage(stages, time)
-        if backward >= 0 and (forward < 0 or not self.after_backward[rank]):
+        if backward >= 0 and not self.backward_fits(backward):
+            self.end_task(rank, 2, backward, time, self.weight_ends[backward], -1)
+        elif backward >= 0 and (forward < 0 or not self.after_backward[rank]):
             self.end_task(rank, 1, backward, time, self.backward_ready[backward], backward - 1)
         elif forward >= 0:
             self.end_task(rank, 0, forward, time, self.forward_ready[forward + 1], forward + 1)
@@ -226,13 +255,21 @@ class _SharedRankSimulation(_StageTimes):
             s = min(waiting, key=weights.__getitem__)
             self.end_task(rank, 2, s, time, self.weight_ends[s], -1)
 
+    def backward_fits(self, s: int) -> bool:
+        """Returns whether stage `s` has room for its next backward, or no pending W part to make some."""
+        (forwards, backwards, weights), limit = self.done, self.forward_limits[s]
+        if not limit.between or weights[s] == backwards[s]:
+            return True
+        return limit.backward_fits(forwards[s], backwards[s], weights[s])
+
     def next_forward_stage(self, stages: Sequence[int], time: int) -> int:
         """Returns which of a rank's stages takes the next forward, -1 if none may."""
         forwards, finished = self.done[0], self.done[2 if self.weight_ends else 1]
         best, least_round = -1, NEVER_NS
         for s in stages:
             k = forwards[s]
-            if k < self.forward_limits[s].limit_after(finished[s]) and self.forward_ready[s][k] <= time:
+            limit = self.forward_limits[s].limit_after(finished[s], k, self.done[1][s])
+            if k < limit and self.forward_ready[s][k] <= time:
                 if not self.round_size:
                     return s
                 if k // self.round_size <= least_round:
@@ -338,7 +375,8 @@ class _ReplicaSimulation(_StageTimes):
         forward, backward, *split = (part[s] for part in self.durations if part)
         weight = split[0] if split else []
         weight_ends = self.weight_ends[s] if weight else []
-        limit_after = self.forward_limits[s].limit_after
+        forward_limit = self.forward_limits[s]
+        limit_after, between = forward_limit.limit_after, forward_limit.between
         next_action, idle_until = self.next_action, self.idle_until
         forward_ready, forward_ends = self.forward_ready[s], self.forward_ready[s + 1]
         backward_ready, backward_ends = self.backward_ready[s + 1], self.backward_ready[s]
@@ -348,25 +386,40 @@ class _ReplicaSimulation(_StageTimes):
         forward_before = self.durations[0][before]
         backward_after = [*self.durations[1][after % len(self.forward_limits)], NEVER_NS]
         next_forward, next_backward, next_weight = self.done[s]
-        limit, time = limit_after(next_weight if weight else next_backward), (yield)
+        finished = next_weight if weight else next_backward
+        limit, time = limit_after(finished, next_forward, next_backward), (yield)
         now = time  # the clock: no stage starts anything earlier
         while True:
-            if (backward_at := backward_ready[next_backward]) <= time:
+            backward_at = backward_ready[next_backward]
+            if (
+                between
+                and backward_at <= time
+                and next_weight < next_backward
+                and not forward_limit.backward_fits(next_forward, next_backward, next_weight)
+            ):
+                next_action[s] = time = weight_ends[next_weight] = time + weight[next_weight]
+                next_weight += 1
+                limit = limit_after(next_weight, next_forward, next_backward)
+            elif backward_at <= time:
                 next_action[s] = time = backward_ends[next_backward] = time + backward[next_backward]
                 next_backward += 1
                 if not weight:
                     limit = limit_after(next_backward)
+                elif between:
+                    limit = limit_after(next_weight, next_forward, next_backward)
                 if time < idle_until[before]:  # wake the stage that the gradient goes to
                     next_action[before] = idle_until[before] = time
             elif next_forward < limit and forward_ready[next_forward] <= time:
                 next_action[s] = time = forward_ends[next_forward] = time + forward[next_forward]
                 next_forward += 1
+                if between:
+                    limit = limit_after(next_weight, next_forward, next_backward)
                 if time < idle_until[after]:
                     next_action[after] = idle_until[after] = time
             elif weight and next_weight < next_backward:
                 next_action[s] = time = weight_ends[next_weight] = time + weight[next_weight]
                 next_weight += 1
-                limit = limit_after(next_weight)
+                limit = limit_after(next_weight, next_forward, next_backward)
             else:
                 # Nothing is ready: sleep until the earliest known input, or until a neighbour wakes the
                 # stage.

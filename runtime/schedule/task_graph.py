@@ -155,12 +155,20 @@ def _bind_stages(
                 range(start, start + stage_tasks.count)
                 for start in (stage_tasks.forward_start, stage_tasks.release_start)
             )
+            table, between_from = tables[section.name], -1
+            sizes, between = table.saved_bytes, table.between_bytes
+            if between and stage_tasks.backward_start == stage_tasks.forward_start:
+                sizes, between = list(map(int.__add__, sizes, between)), []
+            elif between:
+                between_from = stage_tasks.backward_start
             step.graph.limit_in_flight(
                 section.in_flight or stage_tasks.count,
                 takes,
                 gives,
                 section.room_bytes,
-                tables[section.name].saved_bytes,
+                sizes,
+                range(between_from, between_from + len(between)),
+                between,
             )
 
 

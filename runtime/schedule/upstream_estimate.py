@@ -37,15 +37,24 @@ def critical_pipeline_load(composer: MicroBatchComposer) -> tuple[PipelineLoad, 
     if not micro_batches or not _has_own_ranks(composer, stages):
         return None
     times = [composer.micro_batch_times(s, micro_batches) for s in stages]
-    weight = [weight_backward_times(s, backward) for s, (_, backward) in zip(stages, times, strict=True)]
+    split = [composer.costs.split_backwards(s, micro_batches) for s in stages]
+    weight = [
+        weight_backward_times(s, backward, parts.whole)
+        for s, (_, backward), parts in zip(stages, times, split, strict=True)
+    ]
+    saved = [composer.costs.saved_bytes(s, micro_batches) for s in stages]
+    between = [parts.between_bytes for parts in split]
+    if between[-1]:  # the last stage runs a backward right after its forward
+        saved[-1], between[-1] = list(map(int.__add__, saved[-1], between[-1])), ()
     replica = PipelineReplica(
         forward_ns=[forward for forward, _ in times],
         backward_ns=[list(map(int.__sub__, b, w)) for (_, b), w in zip(times, weight, strict=True)],
         weight_ns=weight if any(s.weight_permille for s in stages) else (),
         max_in_flight=[s.in_flight for s in stages],
-        saved_bytes=[composer.costs.saved_bytes(s, micro_batches) for s in stages],
+        saved_bytes=saved,
         byte_limits=[s.room_bytes for s in stages],
         rank_of_stage=_rank_of_stage(stages),
+        between_bytes=between,
     )
     stage_work = [map(int.__add__, forward, backward) for forward, backward in times]
     owed, classes = composer.upstream_backward_ns[stages[0].name], composer.pattern_classes[stages[-1].name]

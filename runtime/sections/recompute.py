@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from secc.runtime.context_parallel.row_marks import mark_of, set_mark
 from secc.runtime.context_parallel.row_mode import bind_active_mode
 from secc.runtime.errors import UserError
 from secc.runtime.sections.module_settings import bind_active_settings
@@ -179,7 +180,9 @@ class _UnitRun:
                 raise _EnoughRecomputed
 
         args = tuple(
-            a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
+            set_mark(a.detach().requires_grad_(a.requires_grad), mark_of(a))
+            if isinstance(a, torch.Tensor)
+            else a
             for a in self._args
         )
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, values.__getitem__)

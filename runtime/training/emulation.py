@@ -211,7 +211,7 @@ def instruction_durations(
     durations: dict[tuple[str, str], list[int]] = {}
     for s in plan.sections:
         forward, backward = costs.micro_batch_times(s, [m.samples for m in schedule.micro_batches[s.name]])
-        weight = weight_backward_times(s, backward)
+        weight = weight_backward_times(s, backward, schedule.whole_backwards.get(s.name, ()))
         durations |= {
             ("F", s.name): forward,
             ("B", s.name): list(map(int.__sub__, backward, weight)),

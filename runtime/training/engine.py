@@ -500,7 +500,8 @@ class _StepExecution:
         if live.saved is not None and self.engine.activations is not None:
             self.engine.activations.begin_backward(live.saved)
         with self.during_compute(i), backward_context(live.draws), accumulating:
-            if self.engine.splits_backward[i.section]:
+            whole = i.micro in self.step.schedule.whole_backwards.get(i.section, ())
+            if self.engine.splits_backward[i.section] and not whole:
                 live.weight_backward = split_backward(roots, list(live.edge_leaves.values()))
             elif roots:
                 torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
@@ -519,7 +520,7 @@ class _StepExecution:
         live.outputs = {
             name: live.outputs[name].detach() for name in without_gradient if name in live.outputs
         }
-        live.loss_terms, live.backward_owed = {}, live.weight_backward is not None
+        live.loss_terms, live.backward_owed = {}, self.engine.splits_backward[i.section]
         # From now on, producers upstream take the gradients of the received edges.
         live.pending_consumers += sum(
             self.consumer_count(*reversed(self.endpoint_ranks(self.engine.edges[name], pair)))
@@ -580,10 +581,10 @@ class _StepExecution:
     def run_weight_backward(self, i: Instruction) -> None:
         """Runs the second part of a split backward: the parameters' gradients."""
         live = self.in_flight[i.section, i.micro]
-        assert live.weight_backward is not None
         accumulating = self.engine.accumulating(i.section)
         with self.during_compute(i), backward_context(live.draws), accumulating:
-            live.weight_backward()
+            if live.weight_backward is not None:  # else the first part has computed all
+                live.weight_backward()
         live.weight_backward, live.backward_owed = None, False
         if live.pending_consumers == 0:
             del self.in_flight[i.section, i.micro]

@@ -224,7 +224,8 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
     layout_of_section = layout.sections[section.name]
     c = layout_of_section.chosen
     rank = compute_rank_load(base.work.loads[section.name], c.shape, base.work.cluster)
-    saved = rank.cost_under_recompute(c.recompute).saved
+    held = rank.cost_under_recompute(c.recompute)
+    between = "" if held.kept_between == "0" else held.kept_between
     shares = list(_split_parameters(base.plan, section.params, c.pp))
     section_op, replicas = base.work.loads[section.name].section, max(1, c.ep // c.tp)
     parameters = {name: base.plan.model.parameters.get(name, "") for name in section.params}
@@ -244,7 +245,7 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
             mesh=Mesh(stage_ranks, c.dp, 1, c.tp, c.cp, c.ep),
             params=shares[i],
             shards=tuple(experts[n] for n in shares[i] if n in experts),
-            cost=Cost(forward, backward, rank.label, saved=saved),
+            cost=Cost(forward, backward, rank.label, saved=held.saved, kept_between=between),
             micro_batch=base.plan.global_batch,  # tokens and bytes bound what is packed
             in_flight=layout_of_section.in_flight(i),
             room_bytes=_in_flight_bytes(base.work, rank, layout, i),

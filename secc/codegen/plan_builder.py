@@ -259,6 +259,7 @@ def _section_cost(op: SectionOp) -> schema.Cost:
         "backward_flops": "",
         "saved": "",
         "streamed": "",
+        "kept_between": "",
         "dtype": "",
     }
     return schema.Cost(**{key: attribute_value(op, key, default) for key, default in known.items()})

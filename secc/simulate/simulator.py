@@ -214,7 +214,8 @@ class _Simulator:
     def computation_ns(self, i: Instruction) -> int:
         """Duration of an F, B or W instruction."""
         forward, backward = (column[i.micro] for column in self.durations[i.section])
-        weight = weight_backward_ns(self.sections[i.section], backward)
+        whole = i.micro in self.schedule.whole_backwards.get(i.section, ())
+        weight = weight_backward_ns(self.sections[i.section], backward, whole)
         return {"F": forward, "B": backward - weight, "W": weight}[i.kind]
 
     # -- messages

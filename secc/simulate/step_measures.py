@@ -241,7 +241,7 @@ class _HeldBytes:
         fixed = self._parameter_bytes(rank) + self.traffic.streamed_state_bytes(rank)
         fixed += self._streamed_activation_bytes(rank)
         changes = [
-            *_in_flight_changes(self.step, rank, self._saved_bytes),
+            *_in_flight_changes(self.step, rank, self._saved_bytes, self._bytes_between),
             *_prefetched_result_changes(self.step, rank, self.sizes, self.running_ahead),
         ]
         return [(0, fixed), *((time, fixed + bytes_) for time, bytes_ in _running_totals(changes))]
@@ -257,6 +257,14 @@ class _HeldBytes:
                 else evaluate_expr(own.cost.saved, self.sizes.micro_batch_sizes(samples))
             )
         return self.saved[section, micro]
+
+    def _bytes_between(self, section: str, micro: int) -> int:
+        """Bytes that a micro-batch keeps in addition between the parts of a split backward."""
+        text, schedule = self.sections[section].cost.kept_between, self.step.schedule
+        if not text or micro in schedule.whole_backwards.get(section, ()):
+            return 0
+        samples = schedule.micro_batches[section][micro].samples
+        return evaluate_expr(text, self.sizes.micro_batch_sizes(samples))
 
     def _streamed_activation_bytes(self, rank: int) -> int:
         """Bytes of activations on their way to or from host memory: of the largest micro-batch, as the rank
@@ -325,13 +333,25 @@ def _running_totals(changes_in_any_order: Iterable[TimedChange]) -> list[tuple[i
     ]
 
 
-def _in_flight_changes(step: SimulatedStep, rank: int, amount: MicroBatchAmount) -> Iterator[TimedChange]:
+def _in_flight_changes(
+    step: SimulatedStep,
+    rank: int,
+    amount: MicroBatchAmount,
+    added_amount: MicroBatchAmount = lambda section, micro: 0,
+) -> Iterator[TimedChange]:
+    """Yields what starts with the forward of a micro-batch and ends with its backward. added_amount: what is
+    there in addition from the start of the first part of a split backward on."""
     last = {s.name: compute_kinds(s)[-1] for s in step.plan.sections if owes_backward(s)}
     for c in step.compute_by_rank.get(rank, ()):
         if c.section in last:
             size = amount(c.section, c.micro)
-            if c.kind in ("F", last[c.section]):
-                yield (c.start, size) if c.kind == "F" else (c.end, -size)
+            added = added_amount(c.section, c.micro) if last[c.section] == "W" else 0
+            if c.kind == "F":
+                yield c.start, size
+            if c.kind == "B" and added:
+                yield c.start, added
+            if c.kind == last[c.section]:
+                yield c.end, -size - added
 
 
 def _sections_that_run_ahead(step: SimulatedStep) -> list[Section]:

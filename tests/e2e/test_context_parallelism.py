@@ -30,9 +30,15 @@ ROWS: dict[str, list[tuple[int, str]]] = {
     "llama": [
         (4, "cp=2 tp=2 recompute=full micro_batch=2"),
         (4, "cp=4 sharding=zero3 micro_batch=3"),
+        (4, "cp=2 pp=2 micro_batch=2 backward=split"),
+        (8, "cp=2 pp=2 tp=2 micro_batch=1 backward=split overlap=both sharding=zero1"),
     ],
     "llama_short": [(2, "cp=2 micro_batch=1"), (4, "cp=4 micro_batch=2")],
-    "qwen3": [(4, "cp=2 pp=2 micro_batch=3"), (4, "cp=4 recompute=selective")],
+    "qwen3": [
+        (4, "cp=2 pp=2 micro_batch=3"),
+        (4, "cp=4 recompute=selective"),
+        (4, "cp=2 pp=2 micro_batch=1 backward=split recompute=full"),
+    ],
     "gemma3_text": [(2, "cp=2 sharding=zero1 micro_batch=2"), (4, "cp=4 bf16")],
     "gemma3_text_left": [(2, "cp=2 recompute=full"), (4, "cp=4 micro_batch=2")],
     "mistral": [(4, "cp=2 dp=2 sharding=zero3"), (4, "cp=4 recompute=full")],
@@ -45,6 +51,7 @@ ROWS: dict[str, list[tuple[int, str]]] = {
         (2, "cp=2 micro_batch=1 recompute=selective"),
         (4, "cp=4 sharding=zero2 micro_batch=2"),
         (4, "cp=2 pp=2 bf16"),
+        (4, "cp=2 pp=2 bf16 backward=split micro_batch=1"),
     ],
     "gemma3": [
         (3, "vision_tower.dp=1 language_model.cp=2 language_model.micro_batch=2"),

@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 
 from secc.errors import UserError
+from secc.runtime.plan.plan_file import load_plan
+from secc.runtime.plan.predicted_costs import PredictedCosts
+from secc.runtime.plan.schema import plan_to_json
+from secc.runtime.schedule.scheduler import schedule_batch
+from secc.simulate.global_batches import load_global_batches
 from tests.e2e.harness import (
     TrainingResult,
     compile_and_write,
@@ -79,6 +84,42 @@ def test_stages_train_as_plain_pytorch(
             "multi_modal_projector joined" in n for n in compiled.plan.reasons["vision_tower"]["formed"]
         )
     found = train_distributed(tmp_path / "plan", compiled.plan.world_size, STEPS, tmp_path / "run")
+    assert list(find_differences(found, reference)) == []
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_some_backwards_run_whole_where_memory_is_short(recompute: str, tmp_path: Path) -> None:
+    """The largest samples have no room between the parts of a split backward."""
+    model = write_recording_model("skips", tmp_path, MODELS)
+    reference = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    pins = tuple(f"model.{pin}" for pin in ("pp=3", "backward=split", "micro_batch=1"))
+    compile_and_write(
+        model,
+        tmp_path / "plan",
+        cluster="local:3",
+        global_batch=GLOBAL_BATCH,
+        set=(*pins, f"model.recompute={recompute}"),
+    )
+    plan = load_plan(tmp_path / "plan")
+    samples = next(iter(load_global_batches(tmp_path / "plan", plan)))
+    costs, singles = PredictedCosts(plan, samples), [(p,) for p in range(GLOBAL_BATCH)]
+    sizes = {
+        s.name: sorted(map(int.__add__, costs.saved_bytes(s, singles), split.between_bytes))
+        for s in plan.sections
+        if (split := costs.split_backwards(s, singles)).between_bytes
+    }
+    plan = replace(
+        plan,
+        sections=tuple(
+            replace(s, room_bytes=sizes.get(s.name, [s.room_bytes])[-1] - 1) for s in plan.sections
+        ),
+    )
+    whole = schedule_batch(plan, samples).whole_backwards
+    assert whole.keys() == sizes.keys() and all(0 < len(m) < GLOBAL_BATCH for m in whole.values())
+    (tmp_path / "plan" / "plan.json").write_text(plan_to_json(plan))
+    found = train_distributed(tmp_path / "plan", plan.world_size, STEPS, tmp_path / "run")
     assert list(find_differences(found, reference)) == []
 
 

@@ -212,10 +212,9 @@ def _change_one_choice(
         similar = [s for s in allowed if s._replace(**{key: 1}) == same]
         for degree in _adjacent_values([getattr(s, key) for s in similar], getattr(c, key)):
             shape = c.shape._replace(**{key: degree})
-            staged = shape.pp > 1 and shape.cp == 1
             shape = shape._replace(
                 ep=gcd(shape.ep, shape.tp) if shape.cp == 1 else 1,
-                backward_parts=c.backward_parts if staged else 1,
+                backward_parts=c.backward_parts if shape.pp > 1 else 1,
             )
             yield from _with_shape(work, load, c, f"{key}={degree}", shape)
     for ep in _adjacent_values(expert_parts(work, load, pins, c.shape, ranks), c.ep):

@@ -107,7 +107,7 @@ def break_down_time(work: Workload, load: SectionLoad, c: Candidate, ahead: bool
     ns_by_part[GRADIENTS_PART] = update_on_device_ns - ns_by_part[OPTIMIZER_PART]
     ns_by_part[HOST_COPIES_PART] = update_ns - update_on_device_ns
     busy = busiest_replica_ns(work, rank, c.dp, c.micro_batch, c.sharding, c.recompute)
-    ns_by_part[BUBBLES_PART] = 0 if ahead else pipeline_bubble_ns(rank, c.micro_batch, busy)
+    ns_by_part[BUBBLES_PART] = 0 if ahead else pipeline_bubble_ns(rank, c.micro_batch, busy, c.recompute)
     total = c.busy_ns if ahead else c.time_ns
     in_rounds = c.sharding == "zero3" or rank.cost.expert_replicas > 1
     in_passes = c.offload in ("weights", "activations")
@@ -172,7 +172,7 @@ def break_down_memory(
     memory = candidate_memory(work, rank, c)
     count = c.in_flight if ahead and c.in_flight else in_flight_alternating(work, rank, c.micro_batches)
     count_text = f"{count} micro-batch{'es' if count != 1 else ''}"
-    if memory.largest_sample > count * memory.activation:
+    if memory.largest_sample > count * memory.activation + memory.kept_between:
         count_text = f"the largest sample ({describe_largest_sample(work, rank, c.recompute)})"
     parts = {
         "weights": memory.parameters,

@@ -99,8 +99,6 @@ def list_sharding_and_recompute(work: Workload, load: SectionLoad, pins: Pins) -
         sharding = tuple(s for s in sharding if s != "zero3")
         recompute = ("none",) if kind == ALONE else recompute
     if pins.splits_backward(load.name):
-        # Recomputed layers stay until their weight gradients, so only a pin recomputes.
-        recompute = (pins.words.get(load.name, {}).get("recompute", "none"),)
         if sharding == ("zero3",):
             _require_none_pinned(
                 load, "sharding", pins, "each part of a split backward would gather parameters again"
@@ -129,9 +127,8 @@ def list_backward_parts(
         load.mode == "train"
         and shape.pp > 1
         and pins.pinned_number(load.name, "pp") is None
-        and shape.cp == 1
+        and not pins.deals_micro_batches(load.name)
         and shape.ep <= shape.tp
-        and recompute == "none"
         and sharding != "zero3"
         and load.cost.trainable > 0
         and shape.offload != "activations"

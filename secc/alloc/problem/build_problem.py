@@ -229,7 +229,7 @@ def _fitting_candidates(
             most_work = None if pins.deals_micro_batches(name) else most_dealt
             degrees = pins.words.get(name, {}).get("cp_degrees", "any")
             return tuple(
-                prices[name].price_as_dealt(c, degrees)
+                c if c.backward_parts > 1 else prices[name].price_as_dealt(c, degrees)
                 for c in found
                 if most_work is None or c.least_work <= most_work
             )

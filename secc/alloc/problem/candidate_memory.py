@@ -30,9 +30,21 @@ def memory_on_rank(
         _largest_sample_bytes(work, load, size, recompute),
         load.shape.offload,
     )
+    if load.shape.backward_parts > 1:
+        memory = memory._replace(kept_between=_bytes_between_parts(work, load, size, recompute))
     if (copies := load.activation_copies(recompute)) is None:
         return memory
     return memory._replace(host_activation=_moved_bytes(work, load, size, copies.moved, recompute))
+
+
+def _bytes_between_parts(work: Workload, load: SectionLoad, size: int, recompute: str) -> int:
+    """Bytes that a mean micro-batch keeps in addition between the parts of its split backward."""
+    key = "between", size, recompute
+    if key not in load.cached_numbers:
+        text = load.cost_under_recompute(recompute).kept_between
+        means = (evaluate_expr(text, work.mean_micro_batch_sizes(p, size)) for p in load.active_patterns)
+        load.cached_numbers[key] = max(means, default=0), 0
+    return load.cached_numbers[key][0]
 
 
 def _moved_bytes(work: Workload, load: SectionLoad, size: int, moved: str, recompute: str) -> int:
@@ -71,8 +83,10 @@ def stage_in_flight_limit(work: Workload, load: SectionLoad, c: Candidate, stage
         return next((n for n in range(most, least, -1) if rank.fits_device(n, device)), least)
     free_bytes = max(0, device.usable_memory - rank.fixed - rank.gradients)
     room = divide_in_flight_room(c.shape, stage, free_bytes, rank.largest_sample // c.chunks)
-    kept = rank.activation * load.stages.held[stage] // load.stages.layers
-    return max(least, min(divide_in_flight_room(c.shape, stage, c.chunks * most), room // max(1, kept)))
+    part = load.stages.held[stage] / load.stages.layers
+    room -= int(rank.kept_between * part)
+    fitting = room // max(1, int(rank.activation * part))
+    return max(least, min(divide_in_flight_room(c.shape, stage, c.chunks * most), fitting))
 
 
 def _activation_bytes(work: Workload, load: SectionLoad, size: int, recompute: str) -> tuple[int, int]:
@@ -156,7 +170,7 @@ def sample_activation_bytes(
     work: Workload, load: SectionLoad, recompute: str
 ) -> Iterator[tuple[Mapping[str, Sequence[int]], list[int]]]:
     """Yields, for each pattern, the columns of listed sizes and the bytes that each listed sample keeps in a
-    micro-batch of its own.
+    micro-batch of its own, with a backward in one part.
 
     `load` is that of a rank.
     """

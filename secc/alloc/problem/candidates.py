@@ -75,9 +75,8 @@ def time_without_update_ns(
     busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
     if load.mode == "forward" or load.shape.pp == 1:
         return busy.total_ns
-    return (
-        busy.total_ns + pipeline_bubble_ns(load, size, busy) // work.cluster.device.framework.virtual_stages
-    )
+    bubble = pipeline_bubble_ns(load, size, busy, recompute)
+    return busy.total_ns + bubble // work.cluster.device.framework.virtual_stages
 
 
 def micro_batches_held(work: Workload, load: SectionLoad, dp: int, size: int) -> tuple[int, int]:
@@ -103,15 +102,15 @@ def _make_candidate(
     total, micro_batches, fill, drain = busy
     alternating = in_flight_alternating(work, load, micro_batches)
     framework = work.cluster.device.framework
-    bubble = pipeline_bubble_ns(load, size, busy) // framework.virtual_stages
+    bubble = pipeline_bubble_ns(load, size, busy, recompute) // framework.virtual_stages
     if load.shape.pp == 2:
         bubble += framework.waits_of_two_stages * (fill + drain)
     return Candidate(
         dp=dp,
         micro_batch=size,
-        time_ns=total + bubble + update_ns(work, load, dp, sharding, busy),
+        time_ns=total + bubble + update_ns(work, load, dp, sharding, recompute, busy),
         fill_ns=load.stages.sum_over(fill),
-        drain_ns=load.stages.sum_over(drain - deferred_backward_ns(load, drain)),
+        drain_ns=load.stages.sum_over(drain - deferred_backward_ns(load, drain, recompute)),
         micro_batches=micro_batches,
         memory=alternating_bytes,
         memory_ahead=alternating_bytes

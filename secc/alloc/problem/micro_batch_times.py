@@ -18,8 +18,6 @@ from secc.alloc.problem.workload import Workload
 from secc.cost.model.collectives import RankSpan, span_of_consecutive_ranks
 from secc.cost.model.cost_expressions import max_expr
 from secc.cost.model.patterns_and_transfers import InputPattern
-from secc.cost.model.recompute_cost import RECOMPUTED_LAYERS
-from secc.cost.model.section_cost import SectionCost
 from secc.cost.model.zero3_cost import ParameterTransfers, zero3_collectives
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.schema import Cost, SubgroupCost
@@ -134,7 +132,7 @@ def _micro_batch_times(
     return load.cached_numbers[key]
 
 
-def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica) -> int:
+def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica, recompute: str) -> int:
     """Idle time of a stage in a step: filling, draining, and waiting where long micro-batches follow short
     ones.
 
@@ -150,24 +148,15 @@ def pipeline_bubble_ns(load: SectionLoad, size: int, busy: BusiestReplica) -> in
     longest = max(fill + drain, load.spread.longest_micro_batch(size) * total // (PERMILLE * micro_batches))
     if load.mode == "forward":
         return (load.stages.sum_over(longest) - longest) // load.shape.chunks
-    later = deferred_backward_ns(load, drain)
-    awaited = longest - deferred_backward_ns(load, longest * drain // max(1, fill + drain))
+    later = deferred_backward_ns(load, drain, recompute)
+    awaited = longest - deferred_backward_ns(load, longest * drain // max(1, fill + drain), recompute)
     waits = fill + drain - 2 * later + awaited
     return (load.stages.sum_over(waits) - waits) // (2 * load.shape.chunks)
 
 
-def deferred_backward_ns(load: SectionLoad, backward_ns: int) -> int:
+def deferred_backward_ns(load: SectionLoad, backward_ns: int, recompute: str) -> int:
     """The part of a backward that stages compute later, 0 where backward is not split."""
-    return (
-        backward_ns * weight_gradient_permille(load.cost) // PERMILLE if load.shape.backward_parts > 1 else 0
-    )
-
-
-def weight_gradient_permille(cost: SectionCost, recompute: str = "none") -> int:
-    """The share of a backward that computes gradients of parameters. Layers that run again take as long as
-    their input gradients."""
-    others = cost.params + int(cost.params * RECOMPUTED_LAYERS[recompute])
-    return PERMILLE * cost.trainable // max(1, others + cost.trainable)
+    return backward_ns * load.weight_permille.get(recompute, 0) // PERMILLE
 
 
 def subgroup_costs(

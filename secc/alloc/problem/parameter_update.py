@@ -17,12 +17,14 @@ def gradient_and_optimizer_ns(
     """Time from the last backward to the end of the step, in ns: sums of gradients as far as that backward
     does not hide them, parameters gathered, and optimizer step."""
     busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
-    return update_ns(work, load, dp, sharding, busy)
+    return update_ns(work, load, dp, sharding, recompute, busy)
 
 
-def update_ns(work: Workload, load: SectionLoad, dp: int, sharding: str, busy: BusiestReplica) -> int:
+def update_ns(
+    work: Workload, load: SectionLoad, dp: int, sharding: str, recompute: str, busy: BusiestReplica
+) -> int:
     update = update_times(work, load, dp, sharding)
-    deferred = deferred_backward_ns(load, busy.backward_ns)
+    deferred = deferred_backward_ns(load, busy.backward_ns, recompute)
     last = deferred if load.shape.backward_parts > 1 else busy.backward_ns
     exposed = exposed_sums_ns(update.sums, load.cost.trainable_bytes, last)
     return exposed + update.gathers + update.optimizer

@@ -78,15 +78,16 @@ class Pins:
         """Whether a section's stages run backward in two parts: input gradients, then weight gradients
         (zero-bubble schedules).
 
-        Raises UserError for a section that is not pinned to several stages, or is split by cp.
+        Raises UserError for a section that is not pinned to several stages, or deals its micro-batches.
         """
         asked = self.words.get(section, {}).get("backward") == "split"
-        pp, cp = (self.pinned_number(section, key) or 1 for key in ("pp", "cp"))
-        if asked and (pp == 1 or cp > 1):
-            reason = "it needs several pipeline stages" if pp == 1 else "it cannot be combined with cp"
+        stages, deals = self.pinned_number(section, "pp") or 1, self.deals_micro_batches(section)
+        if asked and (stages == 1 or deals):
+            dealt = "its micro-batches are dealt to ranks of cp"
+            reason = "it needs several pipeline stages" if stages == 1 else dealt
             raise UserError(
                 f"{section}.backward=split is impossible: {reason}",
-                remedy=f"set {section}.pp above 1 without cp, or leave it out",
+                remedy=f"set {section}.pp above 1 without cp_per=micro_batch, or leave it out",
             )
         return asked
 

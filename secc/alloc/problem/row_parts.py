@@ -30,7 +30,7 @@ def row_part_choices(
     two as long as samples are long."""
     if pins.pinned_number(load.name, "cp") is not None:
         return pins.number_choices(load.name, "cp", ())
-    splittable = free and not pins.splits_backward(load.name) and pins.pinned_number(load.name, "ep") is None
+    splittable = free and pins.pinned_number(load.name, "ep") is None
     choices = row_parts_for_long_samples(work, load, tp, pp, ranks) if splittable else [1]
     return pins.number_choices(load.name, "cp", choices)
 

@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from secc.alloc.problem.pins import PIN_WORDS
-from secc.alloc.problem.size_spread import SizeSpread
+from secc.alloc.problem.size_spread import PERMILLE, SizeSpread
 from secc.alloc.problem.types import WHOLE, ReplicaShape
-from secc.cluster import Cluster
+from secc.cluster import Cluster, Device
 from secc.cost.model import cp_scaling, roofline, tp_pp_scaling
 from secc.cost.model.activation_copies import ActivationCopies, price_activation_copies
 from secc.cost.model.cost_expressions import scale_expression
@@ -26,11 +26,12 @@ from secc.cost.model.tp_pp_scaling import WHOLE_SECTION, StageShares, stage_shar
 from secc.cost.model.zero3_cost import ParameterTransfers, weight_copies
 from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.dialect.ops import SectionOp
+from secc.runtime.plan.expr_eval import evaluate_expr
 
 # Attributes of a section: measured over modelled times in permille, written by `secc.driver.replan_from_run`.
 MEASURED_PERMILLE_ATTRIBUTES = ("forward_permille", "backward_permille")
 
-# What a split backward keeps besides saved activations until gradients of parameters are computed: the
+# What a split backward keeps between its parts besides saved activations, for gradients of parameters: the
 # gradients that entered its products, over the bytes saved. Counted on layers of Llama (0.50, with grouped
 # keys 0.54) and CLIP (0.55) between the two parts of `secc.runtime.training.split_backward`.
 KEPT_GRADIENTS_SHARE = Fraction(11, 20)
@@ -78,7 +79,8 @@ class SectionLoad:
     of its samples differ. `end_shares` are the fractions of the section's time that pass before and behind
     its layers, `outside` counts the parameters there (before, behind, both), `stages` is what its stages
     have, `row_attention` how ranks of cp attend to each other's rows, and `overlap` which sums over tp travel
-    behind products. `mean_sizes` are those of a mean sample of the most frequent pattern.
+    behind products. `mean_sizes` are those of a mean sample of the most frequent pattern. `weight_permille`
+    is the second part's share of a split backward under each recompute mode.
     The `cached_*` fields memoise results of this module's functions.
     """
 
@@ -110,6 +112,7 @@ class SectionLoad:
         init=False, repr=False, compare=False, default_factory=dict[str, list[tuple[int, int]]]
     )
     forward_with_copies: Mapping[str, str] = field(default_factory=dict[str, str])
+    weight_permille: Mapping[str, int] = field(default_factory=dict[str, int])
     cached_updates: dict[tuple[int, str], UpdateTimes] = field(
         init=False, repr=False, compare=False, default_factory=dict[tuple[int, str], UpdateTimes]
     )
@@ -149,14 +152,17 @@ class SectionLoad:
 
     def cost_under_recompute(self, recompute: str) -> SectionCost:
         """Cost of the section where `saved` counts only what recompute mode `recompute` keeps on the device.
-        Under a split backward, what was computed again stays until the weight gradients, so all of it
-        counts."""
+        Between the parts of a split backward, what was computed again stays, too, and so do gradients that
+        entered products (`kept_between`)."""
         if (copies := self.activation_copies(recompute)) is not None:
             return replace(self.cost, saved=self.cost.outside_saved, streamed=copies.streamed)
         again = self.cost.recompute.get(recompute)
-        if again is None or self.shape.backward_parts > 1:
-            return self.cost
-        return replace(self.cost, saved=again.saved)
+        saved, kept_between = self.cost.saved if again is None else again.saved, "0"
+        if self.shape.backward_parts > 1 and self.cost.saved != "0":
+            both = scale_expression(self.cost.saved, 1 + KEPT_GRADIENTS_SHARE)
+            gradients = scale_expression(self.cost.saved, KEPT_GRADIENTS_SHARE)
+            kept_between = gradients if again is None else f"{both} - ({saved})"
+        return replace(self.cost, saved=saved, kept_between=kept_between)
 
 
 def compute_rank_load(
@@ -213,9 +219,13 @@ def compute_rank_load(
         )
         for recompute in PIN_WORDS["recompute"]
     }
+    later: dict[str, int] = {}
     if backward_parts > 1:
         backward = {mode: _add_times(text, str(device.overheads.job)) for mode, text in backward.items()}
-        cost = replace(cost, saved=tp_pp_scaling.scale_expression(cost.saved, 1 + KEPT_GRADIENTS_SHARE))
+        later = {
+            way: _weight_gradient_permille(cost, text, way, device, whole.mean_sizes)
+            for way, text in backward.items()
+        }
     if chunks > 1:  # a micro-batch passes a rank in several jobs
         more_jobs = str((chunks - 1) * device.overheads.job)
         forward = _add_times(forward, more_jobs)
@@ -235,12 +245,29 @@ def compute_rank_load(
         forward_ns=forward,
         backward_ns=backward,
         forward_with_copies=with_copies,
+        weight_permille=later,
         label=roofline.time_label(cost, device),
         shape=shape,
         stages=stages,
         row_attention=attention,
         overlap=overlap,
     )
+
+
+def _weight_gradient_permille(
+    cost: SectionCost, backward_ns: str, recompute: str, device: Device, sizes: Mapping[str, int]
+) -> int:
+    """The share of a backward that computes gradients of parameters: at a mean sample the products that do,
+    as long as those of layers in a forward. Attention, norms, sums over ranks and layers that run again are
+    no part of it. Where times are measured or experts compute, the share of parameters; layers that run again
+    take as long as their input gradients."""
+    others = cost.params + int(cost.params * RECOMPUTED_LAYERS[recompute])
+    by_parameters = PERMILLE * cost.trainable // max(1, others + cost.trainable)
+    if cost.label == "measured" or cost.experts or cost.layer_work == "0" or not sizes:
+        return by_parameters
+    products_ns = 1000 * evaluate_expr(cost.layer_work, sizes) // device.flops_per_us(cost.dtype)
+    total_ns = max(1, evaluate_expr(backward_ns, sizes))
+    return min(by_parameters, PERMILLE * products_ns * cost.trainable // (max(1, cost.params) * total_ns))
 
 
 def _move_to_ends(cost: SectionCost, outside: Sequence[Mapping[str, int]], share: RankShare) -> SectionCost:

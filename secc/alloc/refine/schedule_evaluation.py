@@ -28,7 +28,6 @@ from secc.alloc.problem.closed_form import evaluate_assignment as value
 from secc.alloc.problem.micro_batch_times import (
     micro_batch_time_expressions,
     subgroup_costs,
-    weight_gradient_permille,
 )
 from secc.alloc.problem.parameter_update import update_times
 from secc.alloc.problem.section_load import SectionLoad
@@ -312,12 +311,10 @@ class PlanEvaluator:
         subgroup_room: Callable[[int], int],
     ) -> list[Section]:
         """Stages of a section, or the section itself without a pipeline."""
-        whole = self.work.for_kind(c.kind).loads[section]
         awaited = any(
             e.dst == section and e.grad and self.work.loads[e.src].mode != "forward"
             for e in self.work.crossings
         )
-        later = weight_gradient_permille(whole.cost, c.recompute) if c.backward_parts > 1 else 0
         stages: list[Section] = []
         for i in range(c.shape.stages):
             work, load = self._rank_load(section, c, i)
@@ -326,9 +323,10 @@ class PlanEvaluator:
             limit = room_at(i)
             longest = micro_batch_time_expressions(work, load, c.dp, c.sharding, c.recompute)
             own_ns = [load.stages.time_of_stage(text, i) for text in longest]
-            saved = load.cost_under_recompute(c.recompute).saved
-            if c.chunks > 1:
-                saved = scale_expression(saved, load.stages.held[i] / load.stages.layers)
+            held = load.cost_under_recompute(c.recompute)
+            part = load.stages.held[i] / load.stages.layers if c.chunks > 1 else Fraction(1)
+            weight_permille = load.weight_permille.get(c.recompute, 0) if i or awaited else 0
+            between = held.kept_between if weight_permille else "0"
             subgroups = subgroup_costs(work, work.loads[section], c, i)
             stage = Section(
                 section,
@@ -341,12 +339,16 @@ class PlanEvaluator:
                 c.most_samples,
                 c.recompute,
                 c.sharding,
-                cost=Cost(*own_ns, saved=saved),
+                cost=Cost(
+                    *own_ns,
+                    saved=scale_expression(held.saved, part),
+                    kept_between="" if between == "0" else scale_expression(between, part),
+                ),
                 micro_batch_tokens=c.micro_batch_tokens,
                 token_count=token_count(self.work.graph) if c.micro_batch_tokens else "",
                 in_flight=limit.in_flight,
                 room_bytes=limit.size_bytes,
-                weight_permille=later if i or awaited else 0,
+                weight_permille=weight_permille,
                 chunks=c.chunks,
                 placement=c.placement,
                 cp_per=c.cp_per,
@@ -522,11 +524,17 @@ class _OrderTimeline:
         self.in_flight: dict[tuple[str, int], tuple[int, int]] = {}
         changes: dict[tuple[str, int], list[tuple[int, int, int]]] = defaultdict(list)
         for name, n in ranges.items():
-            for m, kept in enumerate(order.tables[name].saved_bytes if n.release_start >= 0 else ()):
+            table = order.tables[name]
+            between = table.between_bytes or [0] * n.count
+            for m, kept in enumerate(table.saved_bytes if n.release_start >= 0 else ()):
                 changes[name, rank[n.forward_start + m]] += [
                     (starts[n.forward_start + m], 1, kept),
-                    (ends[n.release_start + m], -1, -kept),
+                    (ends[n.release_start + m], -1, -kept - between[m]),
                 ]
+                if between[m]:
+                    changes[name, rank[n.forward_start + m]].append(
+                        (starts[n.backward_start + m], 0, between[m])
+                    )
         for section_and_rank, some in changes.items():
             some.sort()
             self.in_flight[section_and_rank] = (

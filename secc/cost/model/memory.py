@@ -42,6 +42,8 @@ class RankMemory(NamedTuple):
     micro_batches: micro-batches of a step on this rank.
     largest_sample: activations of the largest sample; if they exceed those of several micro-batches, it is
         alone in flight.
+    kept_between: bytes that a micro-batch keeps in addition between the parts of a split backward; as many
+        micro-batches are there at once as memory allows, at least one.
     reduced: gradients that are reduced during the last backward.
     host: bytes in host memory, on none of the device's; host_activation: more of them for each micro-batch
         in flight.
@@ -56,6 +58,7 @@ class RankMemory(NamedTuple):
     micro_batches: int = UNLIMITED_MICRO_BATCHES
     largest_sample: int = 0
     reduced: ReducedGradients = ReducedGradients()
+    kept_between: int = 0
     host: int = 0
     host_activation: int = 0
 
@@ -75,7 +78,8 @@ class RankMemory(NamedTuple):
 
     def activation_bytes(self, in_flight: int) -> int:
         """The most activation bytes that `in_flight` micro-batches hold."""
-        return max(in_flight * self.activation, self.largest_sample) if in_flight else 0
+        kept = in_flight * self.activation + self.kept_between
+        return max(kept, self.largest_sample) if in_flight else 0
 
     def total_bytes(self, in_flight: int) -> int:
         """Peak bytes with up to `in_flight` micro-batches between forward and the end of their backward."""

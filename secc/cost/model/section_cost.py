@@ -128,6 +128,7 @@ class SectionCost:
     Memory of a micro-batch, in bytes:
         saved: kept from forward to backward. outside_saved: the part of it that no stack of layers keeps.
         streamed: activations of layers on their way to or from host memory, where they are kept there.
+        kept_between: kept in addition between the two parts of a split backward.
         logits_saved, logits_moved: the parts of `saved` and `glue_bytes` in tensors with a vocabulary
             dimension. Tensor parallelism divides these by tokens.
         backward_transient, logits_backward_transient: gradients that exist at once in the backward of the
@@ -194,6 +195,7 @@ class SectionCost:
     logits_saved: str = "0"
     outside_saved: str = "0"
     streamed: str = "0"
+    kept_between: str = "0"
     logits_moved: str = "0"
     backward_transient: str = "0"
     logits_backward_transient: str = "0"
@@ -351,6 +353,7 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, part: Secti
         master_bytes=FLOAT32_BYTES * trainable if "dtype" in graph.attributes else 0,
         logits_saved=largest(case.logits_saved for case in cases) if has_backward else "0",
         streamed="0",
+        kept_between="0",
         outside_saved=largest(case.outside_saved for case in cases) if has_backward else "0",
         logits_moved=largest(case.logits_moved for case in cases),
         backward_transient=_max_over_patterns(

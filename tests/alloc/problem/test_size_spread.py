@@ -62,9 +62,9 @@ def test_stages_wait_for_the_longest_micro_batch() -> None:
     even = replace(staged, spread=SizeSpread((PERMILLE,), own.spread.pattern_means))
     busy = (1000, 10, 40, 60)
     assert (
-        pipeline_bubble_ns(even, 1, busy)
+        pipeline_bubble_ns(even, 1, busy, "none")
         == 100
-        < pipeline_bubble_ns(staged, 1, busy)
+        < pipeline_bubble_ns(staged, 1, busy, "none")
         < 100 * staged.spread.relative_times[0] // PERMILLE
     )
 
@@ -113,7 +113,7 @@ def test_stages_without_backward_wait_for_the_longest_micro_batch_alone() -> Non
         mode="forward",
         spread=SizeSpread((2000, 500, 500)),
     )
-    assert pipeline_bubble_ns(staged, 1, (6, 3, 2, 0)) == 2 * 4
+    assert pipeline_bubble_ns(staged, 1, (6, 3, 2, 0), "none") == 2 * 4
 
 
 def test_sums_of_gradients_hide_behind_the_last_backward_but_for_a_bucket() -> None:

@@ -117,17 +117,19 @@ def make_sample(i: int, *keys: str, images: int = 1, length: int = 10) -> Sample
 cost_texts = st.sampled_from(["0", "7*B", "B*S", "5*I + 3*S", "max(B*S, 40)"])
 
 
-def limit_bytes(section: Section, room: int, saved: str = "S") -> Section:
+def limit_bytes(section: Section, room: int, saved: str = "S", between: str = "") -> Section:
     """Returns the section with this expression for the bytes that a micro-batch saves, and `room` bytes for
-    all of them (0: any number).
+    all of them (0: any number). between: what a split backward keeps in addition between its parts.
     """
-    return dataclasses.replace(section, room_bytes=room, cost=dataclasses.replace(section.cost, saved=saved))
+    cost = dataclasses.replace(section.cost, saved=saved, kept_between=between)
+    return dataclasses.replace(section, room_bytes=room, cost=cost)
 
 
 @st.composite
 def with_memory_bound(draw: st.DrawFn, section: Section) -> Section:
     """Draws a section with or without a limit on the bytes that its micro-batches save."""
-    return limit_bytes(section, draw(st.sampled_from([0, 0, 9, 40])), "3*B + 5*I")
+    between = draw(st.sampled_from(["", "2*B"])) if section.weight_permille else ""
+    return limit_bytes(section, draw(st.sampled_from([0, 0, 9, 40])), "3*B + 5*I", between)
 
 
 @st.composite

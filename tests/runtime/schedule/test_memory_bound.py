@@ -12,9 +12,17 @@ from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.replica_routes import ranks_by_replica
 from secc.runtime.plan.schema import Plan
-from secc.runtime.plan.step_program import SampleMeta, Schedule, compute_kinds, owes_backward
+from secc.runtime.plan.step_program import (
+    SampleMeta,
+    Schedule,
+    compute_kinds,
+    owes_backward,
+    parse_schedule,
+    print_schedule,
+)
 from secc.runtime.schedule.scheduler import schedule_batch
 from secc.runtime.validation.full_check import check_schedule
+from secc.simulate.simulator import simulate
 from tests.runtime.schedule.plan_strategies import (
     limit_bytes,
     make_edge,
@@ -41,9 +49,14 @@ def peak_bytes(plan: Plan, samples: Sequence[SampleMeta], schedule: Schedule) ->
             if section is None or not owes_backward(section) or i.kind not in "FBW":
                 continue
             positions = schedule.micro_batches[i.section][i.micro].samples
-            size = evaluate_expr(section.cost.saved or "0", costs.micro_batch_sizes(positions))
-            held += size if i.kind == "F" else -size if i.kind == compute_kinds(section)[-1] else 0
+            sizes, is_last = costs.micro_batch_sizes(positions), i.kind == compute_kinds(section)[-1]
+            saved, between = (
+                evaluate_expr(text or "0", sizes) for text in (section.cost.saved, section.cost.kept_between)
+            )
+            between = 0 if i.micro in schedule.whole_backwards.get(i.section, ()) else between
+            held += saved if i.kind == "F" else between if i.kind == "B" else 0
             peaks[rank] = max(peaks[rank], held)
+            held -= saved + between if is_last else 0
     return peaks
 
 
@@ -114,6 +127,31 @@ def test_stages_hold_a_large_sample_alone() -> None:
     check_schedule(plan, samples, bounded)
     assert not bounded.over_memory
     assert max(peak_bytes(plan, samples, bounded).values()) == 55
+
+
+def test_a_backward_without_room_between_its_parts_runs_whole() -> None:
+    """Of 60 bytes, a sample of 50 keeps 50 from its forward on, and 75 between the parts of a split
+    backward."""
+    stages = [
+        dataclasses.replace(limit_bytes(s, 60, "S", "S//2"), weight_permille=400)
+        for s in make_stages("lm", [[0], [1]], in_flight=(2, 1), forward="S", backward="2*S")
+    ]
+    plan = make_plan(stages, stage_edges(stages), 2)
+    samples = [make_sample(i, length=50 if i == 0 else 20) for i in range(5)]
+    bounded = schedule_batch(plan, samples)
+    check_schedule(plan, samples, bounded)
+    assert not bounded.over_memory
+    for name, whole in bounded.whole_backwards.items():
+        assert [m.samples for m in bounded.micro_batches[name] if m.index in whole] == [(0,)]
+    assert bounded.whole_backwards.keys() == {"lm_0", "lm_1"}
+    assert max(peak_bytes(plan, samples, bounded).values()) == 50
+    assert parse_schedule(print_schedule(bounded)).whole_backwards == bounded.whole_backwards
+    taken: dict[tuple[str, int], dict[str, int]] = defaultdict(dict)
+    for event in simulate(plan, samples, bounded).compute:
+        taken[event.section, event.micro][event.kind] = event.end - event.start
+    for m in bounded.micro_batches["lm_0"]:
+        expected = (99, 1) if m.samples == (0,) else (24, 16)
+        assert (taken["lm_0", m.index]["B"], taken["lm_0", m.index]["W"]) == expected
 
 
 @given(random_plans(), random_batches)

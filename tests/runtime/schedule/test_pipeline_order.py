@@ -15,6 +15,7 @@ from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.schedule import pipeline_order
 from secc.runtime.schedule.emit_programs import emit_programs
 from secc.runtime.schedule.list_scheduler import simulate_tasks
+from secc.runtime.schedule.memory_bound import find_memory_excesses
 from secc.runtime.schedule.micro_batches import MicroBatchComposer
 from secc.runtime.schedule.pipeline_replica_sim import PipelineReplica
 from secc.runtime.schedule.scheduler import pipeline_order_candidate, schedule_with_makespan
@@ -45,23 +46,29 @@ def test_a_replica_waits_for_inputs_and_for_the_in_flight_limit():
     st.integers(2, 4),
     st.integers(1, 5),
     st.booleans(),
-    st.sampled_from([0, 50, 120]),
+    st.sampled_from([0, 50, 90, 120]),
+    st.sampled_from(["", "T//2", "2*T"]),
 )
-@settings(max_examples=60)
-def test_a_replica_alone_takes_as_long_as_in_the_whole_step(lengths, stages, room, split, size):
-    """One replica without upstream; a token saves one byte, with a limit of `size` bytes unless 0."""
+@settings(max_examples=150)
+def test_a_replica_alone_takes_as_long_as_in_the_whole_step(lengths, stages, room, split, size, between):
+    """One replica without upstream; a token saves one byte, with a limit of `size` bytes unless 0, and with a
+    split backward `between` more between its parts. Memory is kept if each sample alone keeps to it."""
     samples = [schedule_mixes.text_sample(i, n) for i, n in enumerate(lengths)]
     p = schedule_mixes.vlm_plan(
         samples, 1, 1, 0.5, pipeline=schedule_mixes.PipelineShape(stages, room, split)
     )
-    p = dataclasses.replace(p, sections=tuple(limit_bytes(s, size, "T") for s in p.sections))
+    limited = (limit_bytes(s, size, "T", between if split else "") for s in p.sections)
+    p = dataclasses.replace(p, sections=tuple(limited))
     composer = MicroBatchComposer(p, samples, SectionGraph(p))
     load, micro_batches = critical_pipeline_load(composer)
     order = pipeline_order.pyramid_order(range(len(micro_batches)), load)
     tables = composer.compose_by_order([[micro_batches[m] for m in order]], [0] * len(samples))
     messages = {e.name: [(m, m) for m in range(len(samples))] if e.src != "vision" else [] for e in p.edges}
     step = build_step_tasks(p, composer.graph, tables, messages, in_order=())
-    assert load.replica.simulate(order, [0] * len(samples)).end == simulate_tasks(step.graph).makespan
+    simulated = simulate_tasks(step.graph)
+    assert load.replica.simulate(order, [0] * len(samples)).end == simulated.makespan
+    if size and split and (3 if between == "2*T" else 1.5) * max(lengths) <= size:
+        assert find_memory_excesses(p, tables, step.ranges, simulated.order) == ()
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 8), st.booleans(), st.booleans())
@@ -81,6 +88,7 @@ def test_a_changed_order_is_simulated_from_where_it_differs_until_it_is_too_late
         data.draw(st.lists(st.integers(0, count), min_size=stages, max_size=stages)),
         data.draw(times) if bounded else (),
         data.draw(limits) if bounded else (),
+        between_bytes=data.draw(times) if bounded and split else (),
     )
     ready = data.draw(st.lists(st.integers(0, 100), min_size=count, max_size=count))
     order, changed = (data.draw(st.permutations(range(count))) for _ in range(2))
