@@ -30,11 +30,14 @@ def pause_gc() -> Iterator[None]:
 @contextmanager
 def slow_gc() -> Iterator[None]:
     """Makes collections rare inside the `with` block and exempts all objects that exist before it
-    (gc.freeze).
+    (gc.freeze). Inside another one it does nothing.
 
     For work that keeps most of what it allocates until it ends.
     """
     before = gc.get_threshold()
+    if before[0] == _SLOW_GC_THRESHOLD:
+        yield
+        return
     gc.freeze()
     gc.set_threshold(_SLOW_GC_THRESHOLD, *before[1:])
     try:

@@ -9,19 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from secc.runtime.training.widened_floats import DtypeWatch
 
 _CTC_OPS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
 
-class CheckedTargets(TorchDispatchMode):
-    """Raises IndexError for a CTC loss with targets outside of its classes, or fewer than its lengths say."""
+class CheckedTargets(DtypeWatch):
+    """Raises IndexError for a CTC loss with targets outside of its classes, or fewer than its lengths say.
+    Notes 16-bit floats, too: a further mode would cost every op as much again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CTC_OPS:
             scores, targets, _, lengths = args[:4]
             _check_targets(targets, torch.as_tensor(lengths), scores.shape[-1])
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _check_targets(targets: torch.Tensor, lengths: torch.Tensor, classes: int) -> None:

@@ -78,11 +78,13 @@ Gradients = dict[str, torch.Tensor | None]
 @dataclass(frozen=True)
 class LossAndGradients:
     """The loss and the gradient of each trainable parameter, None where the loss does not reach it. A tied
-    parameter is listed once. changes: what forward added to buffers, where that was looked at."""
+    parameter is listed once. changes: what forward added to buffers, where that was looked at. narrow: the
+    16-bit floats that plain PyTorch's forward computed in."""
 
     loss: float
     gradients: Gradients
     changes: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    narrow: frozenset[torch.dtype] = frozenset()
 
 
 def run_eager(
@@ -95,12 +97,13 @@ def run_eager(
     targets that torch does not check.
     """
     model.zero_grad(set_to_none=True)
-    with CheckedTargets(), forward_context(draws):
+    with CheckedTargets() as watch, forward_context(draws):
         loss = extract_loss(model(**unflatten_batch(batch)))
     if loss.requires_grad:  # not if what trains is what only other samples reach
         with backward_context(draws):
             loss.backward()
-    result = LossAndGradients(float(loss.detach().double()), copy_gradients(model))
+    loss_value = float(loss.detach().double())
+    result = LossAndGradients(loss_value, copy_gradients(model), narrow=frozenset(watch.found))
     model.zero_grad(set_to_none=True)
     return result
 
@@ -164,9 +167,11 @@ def compare_results(
     loss = abs(result.loss - reference.loss) / (tolerances.loss * max(abs(reference.loss), 1e-12))
     worst, gradient = "", 0.0
     for found, wanted in ((result.gradients, reference.gradients), (result.changes, reference.changes)):
-        total = sum(_double_norm(g) ** 2 for g in wanted.values() if g is not None) ** 0.5
+        norms = {name: _double_norm(g) for name, g in wanted.items() if g is not None}
+        total = sum(norm**2 for norm in norms.values()) ** 0.5
         for name, expected in wanted.items():
-            distance = _gradient_distance(found.get(name), expected, total, tolerances)
+            allowed = tolerances.gradient * norms.get(name, 0.0) + tolerances.floor * total
+            distance = _gradient_distance(found.get(name), expected, allowed)
             if distance > gradient or not worst:
                 worst, gradient = name, distance
     return ResultDifference(loss, gradient, worst)
@@ -177,14 +182,12 @@ def _to_double(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _double_norm(gradient: torch.Tensor) -> float:
-    return float(_to_double(gradient).norm())
+    return float(torch.linalg.vector_norm(_to_double(gradient)))
 
 
-def _gradient_distance(
-    gradient: torch.Tensor | None, expected: torch.Tensor | None, total: float, tolerances: Tolerances
-) -> float:
+def _gradient_distance(gradient: torch.Tensor | None, expected: torch.Tensor | None, allowed: float) -> float:
+    """Returns how far a gradient is from the expected one, in units of what is allowed."""
     if gradient is None or expected is None:
         return 0.0 if gradient is expected else float("inf")
-    allowed = tolerances.gradient * _double_norm(expected) + tolerances.floor * total
     error = _double_norm(_to_double(gradient) - _to_double(expected))
     return error / allowed if allowed else (0.0 if error == 0 else float("inf"))

@@ -56,7 +56,6 @@ from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.evaluation_outputs import OutputGatherer
 from secc.runtime.training.first_pass import FirstPass, has_statistics
 from secc.runtime.training.widened_floats import (
-    DtypeWatch,
     is_missing_kernel,
     narrower_floats,
     widen_batch,
@@ -134,13 +133,12 @@ class OneRankPlan:
     def run_reference(self, samples: Sequence[Mapping[str, Any]]) -> Reference:
         """Runs plain PyTorch on one global batch, with the plan's random numbers."""
         try:
-            with DtypeWatch() as watch:
-                result = self.run_eager(samples)
+            result = self.run_eager(samples)
         except Exception as error:
             if is_missing_kernel(error):
                 return Reference(None, FLOAT32_TOLERANCES)
             raise
-        return Reference(result, derive_tolerances(watch.found))
+        return Reference(result, derive_tolerances(result.narrow))
 
     def run_eager(self, samples: Sequence[Mapping[str, Any]]) -> LossAndGradients:
         """Returns loss and gradients of plain PyTorch for one global batch, with the plan's random

@@ -32,9 +32,12 @@ def command(
     json: JSON_OPTION = False,
 ) -> None:
     """Check that a model can be compiled and that its plan computes what plain PyTorch computes."""
-    from secc.api.plan import check
+    from secc.runtime.host.gc_control import pause_gc, slow_gc
 
-    with show_progress(json, COMPILE_STAGES[:-1]) as show:
+    with pause_gc():  # objects created by imports are never garbage
+        from secc.api.plan import check
+
+    with show_progress(json, COMPILE_STAGES[:-1]) as show, slow_gc():
         result = check(
             model,
             ranks=ranks,

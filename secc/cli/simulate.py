@@ -50,16 +50,19 @@ def command(
     json: JSON_OPTION = False,
 ) -> None:
     """Simulate steps of a plan: their time, its ratio to lower bounds, and where ranks wait."""
-    from secc.api.simulation import baseline_table, simulate_plan, simulation_stages
-    from secc.driver.plan_origin import check_model_is_trusted
-    from secc.runtime.plan.plan_file import load_plan
+    from secc.runtime.host.gc_control import pause_gc, slow_gc
+
+    with pause_gc():  # objects created by imports are never garbage
+        from secc.api.simulation import baseline_table, simulate_plan, simulation_stages
+        from secc.driver.plan_origin import check_model_is_trusted
+        from secc.runtime.plan.plan_file import load_plan
 
     loaded = load_plan(plan)
     _check_draw(draw)
     if not trust_model:
         check_model_is_trusted(plan)
     names = _parse_baselines(baselines)
-    with show_progress(json, simulation_stages(names)) as show:
+    with show_progress(json, simulation_stages(names)) as show, slow_gc():
         found = simulate_plan(
             plan, loaded, steps=steps, seed=seed, shuffle=shuffle, order=order, baselines=names, show=show
         )

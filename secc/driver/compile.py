@@ -72,6 +72,7 @@ from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.passes.allocate import Allocate
 from secc.passes.fusion.fuse_when import reason_not_to_fuse
 from secc.runtime.fusion.install import installed_temporarily
+from secc.runtime.host.gc_control import slow_gc
 from secc.runtime.model import imported_code
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.outlined_forward import StatementRange
@@ -172,6 +173,7 @@ class _StepClock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
+@slow_gc()
 def compile_model(
     path: str | Path, options: CompileOptions, progress: Callable[[str], None] | None = None
 ) -> CompiledPlan:

@@ -28,6 +28,7 @@ from secc.frontend.tp_search.token_mixing import find_token_mixing
 from secc.ir.dialect.ops import ParamOp, PlacedRowsOp
 from secc.ir.text_io.verifier import source_line
 from secc.runtime.data.sample_metadata import check_placed_rows, find_placed_rows
+from secc.runtime.host.gc_control import slow_gc
 from secc.runtime.model.source_lines import error_source_line
 from secc.runtime.plan.batch_sizes import read_symbol_sizes
 from secc.runtime.plan.unsplit_reason import TOKEN_MIXING_REMEDY
@@ -68,6 +69,7 @@ class PatternCheck:
         return {"tolerances": f"{self.comparison.tolerances}{strict}"}
 
 
+@slow_gc()
 def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledPlan:
     """Returns the plan with the results of the comparison in `checks`.
 
