@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from importlib.metadata import distribution
 from pydoc_data.topics import topics
 from typing import Any
 
+import numpy as np
 import torch
 import transformers as T
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -66,9 +67,11 @@ def model() -> nn.Module:
 @cache
 def pictures() -> tuple[torch.Tensor, torch.Tensor]:
     """All digits as [n, 1, SIDE, SIDE] in [-1, 1], and their values [n]."""
-    digits = load_digits()
-    small = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
-    return nn.functional.interpolate(small, size=(SIDE, SIDE), mode="bilinear"), torch.tensor(digits.target)
+    # The file of sklearn.datasets.load_digits: importing sklearn takes a second, in every process.
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    rows = torch.from_numpy(np.loadtxt(str(file), np.int64, delimiter=","))  # 8x8 pixels up to 16, the value
+    small = rows[:, :-1].float().unflatten(1, (1, 8, 8)) / 8 - 1
+    return nn.functional.interpolate(small, size=(SIDE, SIDE), mode="bilinear"), rows[:, -1]
 
 
 @cache

@@ -25,7 +25,12 @@ from secc.alloc.explain.infeasibility import explain_infeasibility
 from secc.alloc.explain.least_step import bound_every_plan
 from secc.alloc.problem import pins as pins_
 from secc.alloc.problem.allowed_choices import may_copy_in_place_of_recomputing
-from secc.alloc.problem.build_problem import build_problem, count_usable_ranks, estimate_longest_time
+from secc.alloc.problem.build_problem import (
+    PARALLEL_PRICING_RANKS,
+    build_problem,
+    count_usable_ranks,
+    estimate_longest_time,
+)
 from secc.alloc.problem.closed_form import PlanValue, evaluate_assignment
 from secc.alloc.problem.micro_batch_times import micro_batch_time_expressions, subgroup_costs
 from secc.alloc.problem.pins import Pins
@@ -127,7 +132,8 @@ class Allocate(ModulePass):
             return _write_allocation(graph, *reused)
         asked = self if reused is None else self.without_known_plan()
         solved = asked.solve_closed_form(graph)
-        with run_in_background(partial(asked.least_step_s, solved)) as least_step_s:
+        forks = solved.problem.ranks >= PARALLEL_PRICING_RANKS
+        with run_in_background(partial(asked.least_step_s, solved), forks=forks) as least_step_s:
             solved, won, facts = asked.choose_plan(solved)
             if reused is not None and not won.evaluation.is_better_than(reused[1].evaluation):
                 return _write_allocation(graph, *reused)

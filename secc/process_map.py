@@ -68,15 +68,15 @@ def process_mapper(
 
 @contextmanager
 def run_in_background(
-    function: Callable[[], ResultT], low_priority: bool = False
+    function: Callable[[], ResultT], low_priority: bool = False, forks: bool = True
 ) -> Iterator[Callable[[], ResultT]]:
     """Context manager: runs `function` in a forked copy while the block runs here; yields a call that waits
     for the result.
 
-    With one core, `function` runs in this process when the result is asked for. A `low_priority` copy yields
-    cores to other processes.
+    With one core, or without `forks` for work that takes less time than a fork, `function` runs in this
+    process when the result is asked for. A `low_priority` copy yields cores to other processes.
     """
-    if max_forked_workers() < 2:
+    if not forks or max_forked_workers() < 2:
         yield function
         return
     with _make_pool(1, low_priority) as pool:

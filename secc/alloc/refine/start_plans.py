@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
+from secc.alloc.problem.build_problem import PARALLEL_PRICING_RANKS
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.types import Assignment, Problem, exclude_candidates
 from secc.alloc.solver import subproblem
@@ -40,7 +41,8 @@ def start_plans(problem: Problem, best: Assignment, margin: float) -> list[Assig
     if not any(problem.sections[s][i].rounds > 1 for s, i in best.choice.items()):
         return [*solver.plans_by_strategy(problem, best)]
     with run_in_background(
-        lambda: solver.solve_within_limit(exclude_candidates(problem, lambda c: c.rounds > 1))
+        lambda: solver.solve_within_limit(exclude_candidates(problem, lambda c: c.rounds > 1)),
+        forks=problem.ranks >= PARALLEL_PRICING_RANKS,
     ) as single_round_plan:
         plans = [*solver.plans_by_strategy(problem, best), single_round_plan()]
     return [a for a in plans if a is not None]

@@ -37,7 +37,9 @@ from secc.runtime.recorder.outline import Outline
 from secc.runtime.recorder.serialization import dump_recording, load_recording
 
 _ROTATIONS = 3  # choices of samples to try, for micro-batches with sizes that vary independently
-SLOW_RECORDING_SECONDS = 0.1  # recordings that take longer are worth forking this process
+# Recordings that take longer are worth a fork, which costs a quarter of a second of processor time; and both
+# processes learn what blocks return.
+SLOW_RECORDING_SECONDS = 0.5
 _REPEATED_SAMPLE = (2, 1)  # how often a sample stands in batches of it alone
 _SINGLE_SAMPLES = 5  # that are recorded by themselves, if one of them takes a path of its own
 _FEWEST_COMBINATIONS = 3  # outcomes of conditions that one condition alone cannot have
