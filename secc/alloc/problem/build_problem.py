@@ -228,11 +228,13 @@ def _fitting_candidates(
                 return found
             most_work = None if pins.deals_micro_batches(name) else most_dealt
             degrees = pins.words.get(name, {}).get("cp_degrees", "any")
+            # A split backward deals nothing; the problem without dealing has such candidates.
+            dealing = [c for c in found if c.backward_parts == 1]
             return tuple(
-                c if c.backward_parts > 1 else prices[name].price_as_dealt(c, degrees)
-                for c in found
+                prices[name].price_as_dealt(c, degrees)
+                for c in dealing
                 if most_work is None or c.least_work <= most_work
-            )
+            ) or (() if dealing else found)
 
         items = [(name, shape) for name in names for shape in shapes[name]]
         new = [item for item in items if (asked, most, *item) not in work.cached_candidates]
