@@ -51,6 +51,11 @@ def test_one_function_runs_in_the_background(two_cores: None) -> None:
         assert here == [os.getpid(), 0, 1] and process() != os.getpid()
 
 
+def test_short_work_runs_in_this_process(two_cores: None) -> None:
+    with process_map.run_in_background(os.getpid, forks=False) as process:
+        assert process() == os.getpid()
+
+
 def test_a_low_priority_process_is_nicer(two_cores: None) -> None:
     with (
         process_map.run_in_background(lambda: os.nice(0), low_priority=True) as patient,

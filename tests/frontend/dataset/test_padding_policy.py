@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from secc.frontend.dataset.input_symbols import describe_inputs
-from secc.frontend.dataset.padding_policy import WidthsReason, choose_padding_policy
+from secc.frontend.dataset.padding_policy import PaddingPolicy, WidthsReason, choose_padding_policy
 from secc.frontend.dataset.sampling import survey_dataset
 from secc.runtime.model.user_file import load_model_file
 
@@ -63,6 +63,16 @@ def test_few_batches_of_long_samples_are_padded(
     assert all(rows * width**2 <= 2**26 for rows, width in shapes)
     if widths == "own":
         assert len(shapes) == runs  # batches as they are and padded; one long batch padded twice
+
+
+def test_padding_that_rounding_to_16_bits_hides_is_seen(tmp_path: Path) -> None:
+    hidden = "+ (1 + x.detach().mean() / 1000).bfloat16().float()"
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.replace("EXTRA", hidden).replace("LEAST", "20"))
+    user = load_model_file(path)
+    survey = survey_dataset(user)
+    found = choose_padding_policy(user, survey, describe_inputs(user, survey), user.build_model())
+    assert found == PaddingPolicy("global", WidthsReason.AFFECTED)
 
 
 SMALL = """

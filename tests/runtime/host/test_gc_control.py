@@ -15,3 +15,13 @@ def test_collections_are_rare_inside_the_block_and_as_before_after_it() -> None:
         assert gc.get_threshold()[0] > before[0] and gc.get_freeze_count()
         raise KeyError
     assert gc.get_threshold() == before and not gc.get_freeze_count()
+
+
+def test_a_block_in_another_changes_nothing() -> None:
+    before = gc.get_threshold()
+    with slow_gc():
+        slowed, frozen = gc.get_threshold(), gc.get_freeze_count()
+        with slow_gc():
+            pass
+        assert gc.get_threshold() == slowed and gc.get_freeze_count() == frozen
+    assert gc.get_threshold() == before
