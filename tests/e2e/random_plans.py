@@ -123,7 +123,7 @@ def _draw_section_pins(rng: random.Random, section: Section, shape: Shape) -> It
     chosen: dict[str, object] = {key: n for key, n in shape._asdict().items() if n > 1 or key == "dp"}
     if rng.random() < 0.7:
         chosen["micro_batch"] = rng.choice((1, 2, 3, 5))
-    may_split = shape.pp > 1 and shape.tp == shape.cp == 1 and section.mode != "forward"
+    may_split = shape.pp > 1 and section.mode != "forward"
     split = may_split and rng.random() < 0.4
     if split:
         chosen["backward"] = "split"
@@ -134,8 +134,8 @@ def _draw_section_pins(rng: random.Random, section: Section, shape: Shape) -> It
     chosen["sharding"] = rng.choice(
         [s for s in ("none", "zero1", "zero2", "zero3") if _may_shard(section, s, split)]
     )
-    if shape.cp > 1 and rng.random() < 0.5:
-        chosen["cp_per"] = "micro_batch"
+    if shape.cp > 1:
+        chosen["cp_per"] = "micro_batch" if not split and rng.random() < 0.5 else "section"
     if shape.tp > 1 and rng.random() < 0.25:
         chosen["norms"] = "sequence"
     if shape.tp > 1:
