@@ -30,6 +30,7 @@ from secc.runtime.context_parallel.row_marks import (
     repeat_of,
     set_mark,
 )
+from secc.runtime.model.flex_attention import intercept_flex_attention
 from secc.runtime.randomness import shard_coordinates
 from secc.runtime.tensor_parallel.replica_group import ReplicaGroup
 
@@ -353,6 +354,7 @@ def _recompute_in_mode(function: Callable[..., Any], *args: Any, **kwargs: Any) 
     return _checkpoint_generator(bind_active_mode(run_again if any(marks) else function), *args, **kwargs)
 
 
+intercept_flex_attention(lambda: active_row_mode() is not None)
 # Modules have the name `checkpoint` already, so what it calls is replaced.
 _checkpoint_generator = torch_checkpoint._checkpoint_without_reentrant_generator  # pyright: ignore
 torch_checkpoint._checkpoint_without_reentrant_generator = _recompute_in_mode  # pyright: ignore

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from secc.runtime.context_parallel.row_attention import attention_rule
 from secc.runtime.context_parallel.row_exchange import sum_over_ranks
+from secc.runtime.context_parallel.row_flex_attention import flex_attention_rule
 from secc.runtime.context_parallel.row_marks import (
     RowMark,
     Rows,
@@ -882,6 +883,7 @@ FUNCTION_RULES: dict[str, RowRule] = {
     "baddbmm": baddbmm_rule,
     "einsum": einsum_rule,
     "scaled_dot_product_attention": attention_rule,
+    "attend_flexibly": flex_attention_rule,
     **dict.fromkeys(ALONG_DIM_FUNCTIONS, along_dim_rule),
     "sum": sum_rule,
     "mean": mean_rule,

@@ -30,6 +30,7 @@ from secc.runtime.host.hidden_ranks import hidden_ranks
 from secc.runtime.model.counted_stream import CountedStream
 from secc.runtime.model.default_collate import DefaultCollate, drop_values
 from secc.runtime.model.deferred_scalar import unwrap_deferred_scalar
+from secc.runtime.model.flex_attention import prepare_flex_attention
 from secc.runtime.model.function_blocks import add_function_block
 from secc.runtime.model.imported_code import forget_changed_modules
 from secc.runtime.model.item_seeds import choose_survey_indices, load_seeded_item
@@ -680,6 +681,7 @@ def load_model_file(path: str | Path) -> UserModel:
         raise UserError(
             f"importing the model file raises {_describe_error(error)}", place, "correct the model file"
         ) from error
+    prepare_flex_attention()
     return UserModel(path, module, hashlib.sha256(text).hexdigest())
 
 

@@ -8,6 +8,7 @@ an error instead of a wrong graph.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -189,6 +190,7 @@ class Recorder:
         self._hazards, self._watch = dict[Hazard, None](), BlockWatch("")
         self._unpacking = ""  # forward's source line while the batch's lists are made
         self._tape = Tape(self._state, self._node_meta, {}, self._refuse_stray_tensor)
+        self._dense_masks = dict[int, tuple[Any, Any]]()  # block masks and their truth values, by id
         self._lists = dict[tuple[int, ...], dict[str, torch.Tensor]]()  # growing lists by their tensors' ids
         self._draws, self._met, self._called = list[RandomOpCall](), Counter[str](), Counter[str]()
         self._touched = ShapeDependencies(self._tape)
@@ -578,6 +580,7 @@ class Recorder:
         watched = self._recorded_modules.hooked_submodule(path)
         if watched is not None and self._recorded_modules.parts_with_weights(path):
             self._wish_opened(path, f"a forward hook reads the result of {watched}", current_source_line())
+        args, kwargs = self._write_out_block_masks((args, kwargs))
         with self.pause_recording():
             call, rule = self._emit_block_call(path, args, kwargs), self._next_shape_rule(path, args, kwargs)
             unknown = nested_values.map_leaves(
@@ -712,6 +715,28 @@ class Recorder:
             )
         finally:
             self._uses_random_values, self._watch.reads_values = False, reads
+
+    def _write_out_block_masks(self, arguments: Any) -> Any:
+        """Return a block's arguments with the truth values of block masks of flex attention, which glue
+        computes once for each mask."""
+        module = sys.modules.get("torch.nn.attention.flex_attention")
+        if module is None:
+            return arguments
+        found = list[Any]()
+        nested_values.map_leaves(
+            arguments, lambda _, leaf: found.append(leaf) if isinstance(leaf, module.BlockMask) else None
+        )
+        if not found:
+            return arguments
+        from secc.runtime.model.dense_block_mask import make_dense
+
+        for mask in found:
+            if id(mask) not in self._dense_masks:
+                self._dense_masks[id(mask)] = mask, make_dense(mask)
+        return nested_values.map_leaves(
+            arguments,
+            lambda _, leaf: self._dense_masks[id(leaf)][1] if id(leaf) in self._dense_masks else leaf,
+        )
 
     def _emit_block_call(self, path: str, args: Any, kwargs: Any) -> fx.Node:
         try:

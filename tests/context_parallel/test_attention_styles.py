@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
+from secc.runtime.model.flex_attention import prepare_flex_attention
 from tests.context_parallel.test_row_mode import assert_same
 
+prepare_flex_attention()
 WIDTH, HEADS, WORDS = 32, 4, 64
 HEAD = WIDTH // HEADS
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -224,6 +227,48 @@ class RelativeTable(Style):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.unsqueeze(0))
 
 
+class FlexWindow(Style):
+    """Flex attention over documents and a window, with a learned bias by clamped distance and head."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__(index)
+        self.table = nn.Parameter(torch.randn(9, HEADS))
+
+    def attend(self, q: Any, k: Any, v: Any, x: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+        prefix = context["prefix"]
+
+        def sees(sample: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+            window = (query >= key) & (query - key < 4 + head)
+            return window & ((query < prefix[sample]) == (key < prefix[sample]))
+
+        def add_bias(score: Any, sample: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+            return score + self.table[(key - query).clamp(-4, 4) + 4, head]
+
+        mask = create_block_mask(sees, len(x), HEADS, x.shape[1], x.shape[1], device=x.device)
+        return flex_attention(q, k, v, add_bias, mask)
+
+
+class FlexGates(Style):
+    """Flex attention with a score by the rows of query and key, and a sink from the sums of the softmax."""
+
+    def attend(self, q: Any, k: Any, v: Any, x: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+        gate = x.sigmoid().mean(-1)
+
+        def weigh(score: Any, sample: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+            weighed = score * gate[sample, query] + gate[sample, key]
+            return torch.where(query >= key, weighed, -torch.inf)
+
+        out, more = flex_attention(q, k, v, weigh, scale=0.4, return_aux=AuxRequest(lse=True))
+        return out * (more.lse - self.scale).sigmoid()[..., None]
+
+
+class FlexGroups(Style):
+    """Flex attention of all to all, two heads of queries on one of keys."""
+
+    def attend(self, q: Any, k: Any, v: Any, x: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+        return flex_attention(q, k[:, :: HEADS // 2], v[:, :: HEADS // 2], enable_gqa=True)
+
+
 class TorchLayer(nn.Module):
     """torch's own encoder layer with a causal mask."""
 
@@ -282,7 +327,7 @@ class Decoder(nn.Module):
 STYLES = (
     PrefixMask, WindowByLayer, Chunks, ChunkMask, OwnAlibi, AcrossMemory, TwoDimensionalRope, EinsumSoftmax,
     SharedKeys, Differential, LinearAttention, CosineAndTopKeys, Neighbours, SequenceGate, RelativeTable,
-    TorchLayer, RowsFirst,
+    FlexWindow, FlexGates, FlexGroups, TorchLayer, RowsFirst,
 )  # fmt: skip
 
 

@@ -130,8 +130,17 @@ def test_a_hidden_input_suggests_the_blocks_parts() -> None:
     ]
 
 
-def test_flex_attention_is_refused_with_attention_that_has_gradients_on_cpus() -> None:
+def test_flex_attention_is_refused_where_torch_has_no_gradients_of_it_on_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with a version of torch in which `prepare_flex_attention` does not find the names it replaces."""
+    from torch.nn.attention import flex_attention as torch_module
     from torch.nn.attention.flex_attention import flex_attention
+
+    def refuse(*args: torch.Tensor) -> None:
+        raise NotImplementedError("FlexAttention does not support backward on CPU.")
+
+    monkeypatch.setattr(torch_module, "_validate_device", refuse)
 
     class Flexible(nn.Module):
         def __init__(self) -> None:
