@@ -37,18 +37,13 @@ class DenseBlockMask(BlockMask):
 
 
 def make_dense(mask: BlockMask) -> DenseBlockMask:
-    """Returns the mask with the truth values of its function. Blocks count where they say more than it."""
+    """Returns the mask with the truth values of its function."""
     if isinstance(mask, DenseBlockMask):
         return mask
     samples, heads = (1, 1, *mask.kv_num_blocks.shape[:-1])[-2:]
     queries, keys = mask.seq_lengths
     device = mask.kv_num_blocks.device
     allowed = flex_attention.create_mask(mask.mask_mod, samples, heads, queries, keys, device=device)
-    if mask.mask_mod is flex_attention.noop_mask:
-        rows, columns = mask.BLOCK_SIZE
-        blocks = mask.to_dense().to(torch.bool).reshape(samples, heads, *mask.to_dense().shape[-2:])
-        blocks = blocks.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
-        allowed = allowed & blocks[..., :queries, :keys]
     return DenseBlockMask(allowed)
 
 

@@ -580,7 +580,7 @@ class Recorder:
         watched = self._recorded_modules.hooked_submodule(path)
         if watched is not None and self._recorded_modules.parts_with_weights(path):
             self._wish_opened(path, f"a forward hook reads the result of {watched}", current_source_line())
-        args, kwargs = self._write_out_block_masks((args, kwargs))
+        args, kwargs = self._write_out_block_masks(path, (args, kwargs))
         with self.pause_recording():
             call, rule = self._emit_block_call(path, args, kwargs), self._next_shape_rule(path, args, kwargs)
             unknown = nested_values.map_leaves(
@@ -716,7 +716,7 @@ class Recorder:
         finally:
             self._uses_random_values, self._watch.reads_values = False, reads
 
-    def _write_out_block_masks(self, arguments: Any) -> Any:
+    def _write_out_block_masks(self, path: str, arguments: Any) -> Any:
         """Return a block's arguments with the truth values of block masks of flex attention, which glue
         computes once for each mask."""
         module = sys.modules.get("torch.nn.attention.flex_attention")
@@ -731,8 +731,17 @@ class Recorder:
         from secc.runtime.model.dense_block_mask import make_dense
 
         for mask in found:
-            if id(mask) not in self._dense_masks:
-                self._dense_masks[id(mask)] = mask, make_dense(mask)
+            if id(mask) in self._dense_masks:
+                continue
+            if mask.mask_mod is module.noop_mask:
+                raise UserError(
+                    f"block {path} is called with a block mask without mask_mod: blocks alone have no effect "
+                    "on CPUs, where plans are compared",
+                    current_source_line(),
+                    "give mask_mod to create_block_mask or from_kv_blocks, or leave the mask out if all "
+                    "queries attend to all keys",
+                )
+            self._dense_masks[id(mask)] = mask, make_dense(mask)
         return nested_values.map_leaves(
             arguments,
             lambda _, leaf: self._dense_masks[id(leaf)][1] if id(leaf) in self._dense_masks else leaf,

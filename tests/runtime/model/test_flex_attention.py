@@ -71,16 +71,6 @@ def test_a_dense_mask_has_the_blocks_of_its_function() -> None:
     )
 
 
-def test_blocks_without_a_function_count() -> None:
-    blocks = BlockMask.from_kv_blocks(
-        torch.ones(1, 1, 2, dtype=torch.int32),
-        torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32),
-        seq_lengths=(ROWS, ROWS),
-    )
-    block = torch.arange(ROWS) // 128
-    assert make_dense(blocks).allowed.equal((block[:, None] == block)[None, None])
-
-
 def test_a_replaced_tensor_replaces_the_mask() -> None:
     """Recorders put tensors without values in place of a dense mask's."""
     dense = make_dense(document_mask())

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from secc.runtime.errors import UserError
 from secc.runtime.recorder import BlockError, Recorder, record_forward
 from secc.runtime.recorder.fold_joins import fold_joins
 
@@ -163,6 +164,33 @@ def test_flex_attention_is_refused_where_torch_has_no_gradients_of_it_on_cpus(
         record_forward(Flexible(), BATCH, ["layers.0"])
     assert "test_opaque_blocks.py:" in error.value.where
     assert "scaled_dot_product_attention with a mask" in error.value.remedy
+
+
+def test_a_block_mask_of_blocks_alone_is_refused() -> None:
+    """torch ignores blocks on CPUs, so the comparison with plain PyTorch would not see them."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.ModuleList([Masked()])
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            one = torch.ones(1, 1, 1, dtype=torch.int32)
+            mask = BlockMask.from_kv_blocks(one, one[None] - 1, seq_lengths=(5, 5))
+            return self.own[0](x, mask).sum()
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor, mask: BlockMask) -> torch.Tensor:
+            return x * self.scale
+
+    with pytest.raises(UserError, match="a block mask without mask_mod") as error:
+        record_forward(Blocks(), BATCH, ["own.0"])
+    assert "test_opaque_blocks.py:" in error.value.where
 
 
 def test_growing_lists_are_passed_to_blocks_as_entries_and_sizes() -> None:
