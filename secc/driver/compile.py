@@ -408,8 +408,10 @@ def _capture_with_or_without_crops(
     tries = PartTries()
     try:
         return survey, inputs, capture_model(user, meta, survey, inputs, tries=tries)
-    except UserError:
-        if not survey.has_crops:
+    except UserError as error:
+        # Samples are also shortened to follow paths that few samples take, which forward may refuse.
+        is_refused_by_forward = survey.may_crop and error.__cause__ is not None
+        if not (survey.has_crops or is_refused_by_forward):
             raise
     uncropped = survey.without_crops()
     inputs = describe_inputs(user, uncropped)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -109,12 +110,16 @@ def generalize_captures(
     With `probe`, explanations that another recording could refute are tested. Raises GlueError if no case
     is left, or if no guard keeps a case from being taken for a batch of another path.
     """
+    if probe is not None:
+        probe.explanations.start_pattern()
     groups: dict[Any, list[ObservedRecording]] = {}
     for o in observed:
         groups.setdefault(graph_signature(o.recording.graph), []).append(o)
     ways = sorted(groups.values(), key=len, reverse=True)
     reads = {id(o): o.recording.reads for o in observed}
     cases, problems = [], []
+    if probe is not None and len(ways) > 1:
+        _record_counted_rows(ways, probe)
     for group in ways:
         found, notes = _merge_or_split(group, probe)
         for case, members in found:
@@ -135,6 +140,14 @@ def generalize_captures(
     if not cases:
         raise (problems[0] if len(ways) == 1 else find_first_difference(ways) or problems[0]).to_error()
     return [case for case, _ in cases], problems
+
+
+def _record_counted_rows(ways: Sequence[Sequence[ObservedRecording]], probe: BatchProbe) -> None:
+    """Keeps which rows values decide on one of several paths, so that they are counted on all of them."""
+    for group in ways:
+        if len(group) >= MIN_CAPTURES and any(map(_has_dynamic_shape, group[0].recording.graph.nodes)):
+            with suppress(UnexplainedNumber):
+                _CaptureMerger(group, probe).record_counted_rows()
 
 
 def _merge_or_split(
@@ -210,7 +223,9 @@ def merge_captures(
 def _merge_with_probes(
     group: Sequence[ObservedRecording], probe: BatchProbe | None, names: RowNames | None
 ) -> GenericGraph:
-    recordings = list(group) + (_probe_constant_widths(group, probe) if probe is not None else [])
+    recordings = list(group)
+    if probe is not None:
+        recordings += _probe_constant_widths(group, probe, is_generic=names is None)
     # Each round asks for one recording at a size where the present explanations could fail (`find_doubt`). It
     # ends when none is in doubt, no such batch exists, or the batch takes another path.
     for _ in range(_MAX_PROBES if probe is not None else 0):
@@ -238,23 +253,51 @@ def _merge_with_probes(
     return _CaptureMerger(recordings, probe, names).merge()
 
 
-def _probe_constant_widths(group: Sequence[ObservedRecording], probe: BatchProbe) -> list[ObservedRecording]:
+def _probe_constant_widths(
+    group: Sequence[ObservedRecording], probe: BatchProbe, is_generic: bool
+) -> list[ObservedRecording]:
     """Returns recordings with other widths, for widths that are equal in all captures, and for long ones
     that are nearly equal, as raw sounds are: whatever depends on them, if only by a large stride, would look
-    constant. A path without padding is not that of padded micro-batches."""
+    constant. A path without padding is not that of padded micro-batches.
 
-    def keep_path(probed: Iterable[ObservedRecording | None]) -> list[ObservedRecording]:
-        return [o for o in probed if o is not None and graph_signature(o.recording.graph) == signature]
+    Raises UnexplainedNumber, if the graph is to be generic, where micro-batches have other widths and none of
+    them that was recorded takes the path, for another reason than this width.
+    """
+
+    def keep_path(probed: Iterable[ObservedRecording]) -> list[ObservedRecording]:
+        return [o for o in probed if graph_signature(o.recording.graph) == signature]
 
     signature, found = graph_signature(group[0].recording.graph), list[ObservedRecording]()
     for name in sorted(probe.padded_symbols):
         shortest, longest = min(o.sizes[name] for o in group), max(o.sizes[name] for o in group)
         if shortest == longest:
-            padded = keep_path(probe(name, longest + more) for more in _PROBE_EXTRA_WIDTHS)
-            found += padded or keep_path(probe.record_other_widths(name, longest))
+            probed = [o for more in _PROBE_EXTRA_WIDTHS if (o := probe(name, longest + more)) is not None]
+            if not keep_path(probed):
+                probed += probe.record_other_widths(name, longest)
+            found += keep_path(probed)
+            if is_generic and probed and not keep_path(probed) and not _decides_path(group[0], probed):
+                place = next(
+                    (n.meta["where"] for n in group[0].recording.graph.nodes if n.meta.get("where")), ""
+                )
+                message = (
+                    f"all captures that took this path have {name} = {longest}, so sizes cannot be told from"
+                    " constants"
+                )
+                raise UnexplainedNumber(GlueDiagnostic(message, place))
         elif shortest >= LONG_WIDTH and longest < 2 * shortest:
-            found += keep_path([probe(name, 2 * longest)])
+            found += keep_path(o for o in [probe(name, 2 * longest)] if o is not None)
     return found
+
+
+def _decides_path(known: ObservedRecording, others: Sequence[ObservedRecording]) -> bool:
+    """Whether each of the other recordings left the path of the known one where Python read a size."""
+
+    def leaves_at_size(other: ObservedRecording) -> bool:
+        pairs = zip(known.recording.reads, other.recording.reads, strict=False)
+        first = next((a for a, b in pairs if (a.kind, a.value) != (b.kind, b.value)), None)
+        return first is not None and first.kind == "size"
+
+    return all(map(leaves_at_size, others))
 
 
 def _guard_rejects(case: GenericGraph, reads: Sequence[Read]) -> bool:
@@ -293,6 +336,13 @@ class _CaptureMerger:
         self._unused_reads: dict[
             str, UnexplainedNumber
         ] = {}  # symbols for values that Python read, which no number has been explained by
+
+    def record_counted_rows(self) -> None:
+        """Keeps the places of rows that values of the inputs decide. Changes nothing else."""
+        self._explain_nodes()
+        for source in self._data_numbers.sources.values():
+            if source.dim is not None and _has_dynamic_shape(source.node):
+                self._explanations.record_counted_rows(source.node)
 
     def find_doubt(self) -> tuple[str, int] | None:
         """Returns a symbol and a size of it at which an explanation might fail; None if there is none.
@@ -451,6 +501,10 @@ class _CaptureMerger:
         # 1. Sizes explain the dim. 2. It adds up over the samples: a symbol of its own, named by `RowNames`.
         # 3. Values decide it (re-recorded glue, an op with a dynamic shape): a data symbol of this graph.
         expr = self._explain_integer(node, values)
+        if expr is not None and self._explanations.has_counted_rows(node):
+            names = symbol_names(expr)
+            if names and names.isdisjoint(self._data_names):
+                return size_symbol(self._add_data_symbol(NumberSource(node, dim), values))
         if expr is not None:
             return expr
         if (name := self._name_rows(node, dim, values)) is not None:

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import combinations, count, cycle, islice, permutations, product
+from itertools import combinations, count, cycle, groupby, islice, permutations, product
 from typing import Any
 
 import torch
@@ -25,7 +25,13 @@ from secc.frontend.capture.control_flow_paths import (
 from secc.frontend.capture.shared_explanations import SharedExplanations
 from secc.frontend.capture.width_orders import WidthPair, find_deciding_pairs, read_orders
 from secc.frontend.dataset.input_symbols import IGNORED_LABEL, ModelInputs
-from secc.frontend.dataset.survey import DatasetSurvey, InputPattern, Sample, sort_by_volume
+from secc.frontend.dataset.survey import (
+    BATCH_SAMPLE_COUNTS,
+    DatasetSurvey,
+    InputPattern,
+    Sample,
+    sort_by_volume,
+)
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import pad_batch, read_symbol_sizes
 from secc.runtime.plan.expr_eval import expression_symbols
@@ -45,6 +51,8 @@ _SINGLE_SAMPLES = 5  # that are recorded by themselves, if one of them takes a p
 _FEWEST_COMBINATIONS = 3  # outcomes of conditions that one condition alone cannot have
 _MOST_KINDS = 5  # kinds of samples that are combined in all ways
 _COMBINED_BATCHES = 6  # of a combination, with numbers of samples of each kind that no expression relates
+_EQUAL_WIDTHS = 3  # micro-batches of samples in which one width is equal
+_READS_OF_A_LINE = 7  # further ones are of a loop, and count as one
 _EXTRA_WIDTHS = (2, 5, 3, 7, 4)  # by how much one width is padded beyond another
 
 
@@ -245,12 +253,12 @@ class ProbeBatches:
         for o in recordings:
             by_path[path_signature(o.recording)].append(o)
         often = [o for path in by_path.values() if self._shows_sizes(path, recordings) for o in path]
-        places = {where for o in recordings for where, _ in _read_conditions(o)}
+        places = {place for o in recordings for place, _ in _read_conditions(o)}
         known_conditions = {condition for o in often for condition in _read_conditions(o)}
         others: list[tuple[Sample, Sample | None]] = []
         samples = sort_by_volume(self._survey.kept_samples(self._pattern))
         for sample in samples:
-            places |= {where for where, _ in known_conditions}
+            places |= {place for place, _ in known_conditions}
             if len(known_conditions) == 2 * len(places):
                 break
             alone = self._record_alone(sample)
@@ -364,14 +372,18 @@ class ProbeBatches:
             return None
 
     def record_other_widths(self, name: str, size: int) -> Iterator[ObservedRecording]:
-        """Yields recordings of micro-batches that are composed of one sample each, of the two samples in
-        which the width `name` is farthest from `size`."""
+        """Yields recordings of micro-batches in which the width `name` is not `size`: of one sample each, of
+        the two samples in which it is farthest from `size`; then of several samples in which it is equal, so
+        that only other inputs are padded."""
         alone = {id(s): self._collate([s]).sizes for s in self._survey.kept_samples(self._pattern)}
         others = [s for s in self._survey.kept_samples(self._pattern) if alone[id(s)].get(name, size) != size]
-        others.sort(key=lambda s: -abs(alone[id(s)][name] - size))
+        others.sort(key=lambda s: (-abs(alone[id(s)][name] - size), alone[id(s)][name]))
         for sample, even in product(others[:2], (False, True)):
             for samples in self._survey.compose_batches(self._pattern, even, of=sample)[:2]:
                 yield self._record_batch(self._collate(samples))
+        equal = [list(g) for _, g in groupby(others, key=lambda s: alone[id(s)][name])]
+        for samples in sorted(equal, key=len, reverse=True)[:_EQUAL_WIDTHS]:
+            yield self._record_batch(self._collate(samples[: max(BATCH_SAMPLE_COUNTS)]))
 
     def record_held_out(self) -> Iterator[ObservedRecording]:
         """Yields recordings of ragged micro-batches that were not captured, with other samples."""
@@ -424,9 +436,15 @@ def _condition_outcomes(observed: ObservedRecording) -> tuple[bool, ...]:
     return tuple(r.value for r in observed.recording.reads if isinstance(r.value, bool))
 
 
-def _read_conditions(observed: ObservedRecording) -> set[tuple[str, bool]]:
-    """Returns the conditions that Python read: (place, value)."""
-    return {(r.where, r.value) for r in observed.recording.reads if isinstance(r.value, bool)}
+def _read_conditions(observed: ObservedRecording) -> set[tuple[tuple[str, int], bool]]:
+    """Returns the conditions that Python read: (place, value). A place is a line, with a number that tells
+    apart the first times that it read one: a library's test whether a mask is full is made for each mask."""
+    found, times = set[tuple[tuple[str, int], bool]](), Counter[str]()
+    for read in observed.recording.reads:
+        if isinstance(read.value, bool):
+            found.add(((read.where, min(times[read.where], _READS_OF_A_LINE)), read.value))
+            times[read.where] += 1
+    return found
 
 
 def record_sample_shapes(recorder: Recorder, user: UserModel, sample: Sample) -> LabelledShapes:

@@ -23,6 +23,7 @@ class SharedExplanations:
 
     def __init__(self) -> None:
         self._by_place: dict[tuple[str, str], dict[Expr, None]] = {}
+        self._counted_places = set[tuple[str, str]]()
 
     def record_node(self, node: fx.Node) -> None:
         """Keeps the expressions in a node's explained arguments and shape."""
@@ -30,6 +31,19 @@ class SharedExplanations:
         for leaf in (leaf for a in arguments for leaf in argument_template.CallArguments([a]).leaves()):
             if isinstance(leaf, sympy.Expr) and leaf.free_symbols:
                 self._by_place.setdefault(_node_place(node), {})[leaf] = None
+
+    def start_pattern(self) -> None:
+        """Forgets which rows are counted: only paths of one pattern count the same rows."""
+        self._counted_places.clear()
+
+    def record_counted_rows(self, node: fx.Node) -> None:
+        """Keeps that values of the inputs decide how many rows a node has."""
+        self._counted_places.add(_node_place(node))
+
+    def has_counted_rows(self, node: fx.Node) -> bool:
+        """Whether values decide the rows at the node's place on another path, where sizes did not explain
+        them. `labels != -100` picks all answers where nothing is padded, but a loss must have one divisor."""
+        return _node_place(node) in self._counted_places
 
     def find_fitting(self, node: fx.Node, values: Sequence[int], fitter: SizeFitter) -> Expr | None:
         """Returns an expression known at the node's place that gives `values` at the observations of

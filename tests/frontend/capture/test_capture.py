@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
 from secc.frontend.capture import probe_batches
 from secc.frontend.capture.capture import Capture
@@ -364,3 +367,11 @@ def test_masks_that_must_pick_equally_many_rows_are_emptied_together(tmp_path: P
     path.write_text(TWO_MASKS)
     _, capture = _capture(tmp_path, "two_masks")
     assert [case.rerecord_reason for case in capture.cases] == [None]
+
+
+def test_rows_that_a_mask_picks_are_counted_on_a_path_without_padding_too(tmp_path: Path) -> None:
+    path = tmp_path / "full_masks.py"
+    branch = "        prompt = prompt if mask.all() else prompt * (prompt > 0)\n        own, target"
+    path.write_text(TWO_MASKS.replace("        own, target", branch))
+    compiled = compile_model(path, CompileOptions(cluster="local:2", global_batch=4))
+    assert [p["exact"] for p in check_exactness(compiled).plan.checks["patterns"]] == [True]
