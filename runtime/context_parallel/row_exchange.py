@@ -45,7 +45,7 @@ def _rows_first(tensor: torch.Tensor, mark: RowMark) -> torch.Tensor:
 
 
 def _rows_back(table: torch.Tensor, mark: RowMark, shape: Sequence[int]) -> torch.Tensor:
-    """Returns [rows, other entries] in the shape of a tensor, whose size along the marked dim is as many rows
+    """Returns [rows, other entries] in the shape of a tensor that has along the marked dim as many rows
     as the table has."""
     before, after = shape[: mark.dim], shape[mark.dim + 1 :]
     outer, inner = torch.Size(before).numel() * mark.outer, mark.inner * torch.Size(after).numel()

@@ -38,9 +38,8 @@ def flex_attention_rule(mode: RowMode, func: Any, args: list[Any], kwargs: dict[
     reads = _WholeReads(mode, score_mod, block_mask[-1], query)
     rows = query.shape[-2]
     places = mark.entries(mode.group.index, query.device)
-    if (
-        not rows
-    ):  # what was gathered still takes part in the exchange of gradients: a query that does not count
+    if not rows:
+        # What was gathered takes part in the exchange of gradients. A query is added, and left out below.
         query = torch.cat((query, query.new_zeros(*query.shape[:2], 1, query.shape[-1])), -2)
         places = places.new_zeros(1)
     score_mod, mask_mod = reads.wrap(score_mod), reads.wrap(block_mask[-1])

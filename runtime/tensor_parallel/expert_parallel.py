@@ -162,7 +162,7 @@ class ExchangeUnit:
 
 
 class TokenExchange:
-    """The experts of one section on this rank whose tokens come from several replicas, in the order of their
+    """The experts of one section on this rank with tokens from several replicas, in the order of their
     calls.
 
     `group`: the ranks at this rank's place of consecutive replicas; rank i has the i-th part of the experts
