@@ -32,8 +32,10 @@ def flex_attention_rule(mode: RowMode, func: Any, args: list[Any], kwargs: dict[
         mode.count_gathered("flex_attention")
         query, key, value = mode.gather([query, key, value], contiguous=True)
         reads = _WholeReads(mode, score_mod, block_mask[-1], query)
-        block_mask = (*block_mask[:-1], reads.wrap(block_mask[-1]))
-        return attend_flexibly(query, key, value, reads.wrap(score_mod), block_mask, scale, options)
+        block_mask = (*block_mask[:-1], reads.with_whole_reads(block_mask[-1]))
+        return attend_flexibly(
+            query, key, value, reads.with_whole_reads(score_mod), block_mask, scale, options
+        )
     key, value = mode.gather([key, value])
     reads = _WholeReads(mode, score_mod, block_mask[-1], query)
     rows = query.shape[-2]
@@ -42,7 +44,7 @@ def flex_attention_rule(mode: RowMode, func: Any, args: list[Any], kwargs: dict[
         # What was gathered takes part in the exchange of gradients. A query is added, and left out below.
         query = torch.cat((query, query.new_zeros(*query.shape[:2], 1, query.shape[-1])), -2)
         places = places.new_zeros(1)
-    score_mod, mask_mod = reads.wrap(score_mod), reads.wrap(block_mask[-1])
+    score_mod, mask_mod = reads.with_whole_reads(score_mod), reads.with_whole_reads(block_mask[-1])
 
     def score_at_places(score: Any, sample: Any, head: Any, row: Any, column: Any) -> torch.Tensor:
         return score_mod(score, sample, head, places[row], column)
@@ -90,13 +92,13 @@ class _WholeReads(TorchFunctionMode):
                 (whole,) = self._row_mode.gather([tensor])
                 self._whole[id(tensor)] = tensor, whole
 
-        def replace(value: Any) -> Any:
+        def take_whole(value: Any) -> Any:
             return self._whole[id(value)][1] if id(value) in self._whole else value
 
-        args, named = tree_map(replace, (args, named))
+        args, named = tree_map(take_whole, (args, named))
         return func(*args, **named)
 
-    def wrap(self, mod: _Mod) -> _Mod:
+    def with_whole_reads(self, mod: _Mod) -> _Mod:
         """Returns the function, reading whole tensors; as it is where it reads no rows."""
         if not self._whole:
             return mod

@@ -40,12 +40,12 @@ def prepare_flex_attention() -> None:
         if not is_on_cpu:
             validate(query, key, value)
 
-    def attend(query: torch.Tensor, *args: Any) -> Any:
+    def attend_on_device(query: torch.Tensor, *args: Any) -> Any:
         if query.device.type == "cpu" or any(intercepts() for intercepts in _interceptors):
             return attend_flexibly(query, *args)
         return fused(query, *args)
 
-    module._validate_device, module.flex_attention_hop = validate_device, attend
+    module._validate_device, module.flex_attention_hop = validate_device, attend_on_device
     setattr(module, _PREPARED, True)
 
 
@@ -76,11 +76,11 @@ def attend_flexibly(
         return operators.math_attention(*tensors, score_mod, block_mask, scale, options)
     from torch._higher_order_ops.utils import setup_compilation_env
 
-    def fused(*args: Any) -> Any:  # torch's compiler takes functions, not operators
+    def run_operator(*args: Any) -> Any:  # torch's compiler takes functions, not operators
         return operators.flex_attention(*args)
 
     with setup_compilation_env() as backend:
-        run = torch.compile(fused, backend=backend, fullgraph=True)
+        run = torch.compile(run_operator, backend=backend, fullgraph=True)
         return run(*tensors, score_mod, block_mask, scale, options)
 
 

@@ -113,7 +113,7 @@ class Schedule:
     prefetching sections. In a step spliced with its neighbours, it did compute the forwards of `prefetched`,
     so they have no F here, and sample positions from `own_samples` on belong to the next global batch.
     `over_memory` has what cannot be ordered within the ranks' memory, `whole_backwards` by section the
-    micro-batches whose B computes all of a split backward.
+    micro-batches that do not split their backward: B computes all of it, and W nothing.
     """
 
     micro_batches: dict[str, tuple[MicroBatch, ...]]

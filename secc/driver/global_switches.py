@@ -39,7 +39,8 @@ def find_global_switch(model: nn.Module, batch: Mapping[str, Any]) -> GlobalSwit
     def compare_values(module: nn.Module, _args: Any) -> None:
         values = _read_shared_values(type(module))
         before = first.setdefault(str(type(module)), values)
-        for name in (n for n in values if n in before and values[n] != before[n]):
+        # Texts, since not-a-number differs from itself.
+        for name in (n for n in values if n in before and repr(values[n]) != repr(before[n])):
             found.append(GlobalSwitch(name, before[name], values[name], forward_source_line(type(module))))
 
     hooks = [m.register_forward_pre_hook(compare_values) for path, m in model.named_modules() if path]

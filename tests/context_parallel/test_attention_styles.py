@@ -237,14 +237,14 @@ class FlexWindow(Style):
     def attend(self, q: Any, k: Any, v: Any, x: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         prefix = context["prefix"]
 
-        def sees(sample: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        def may_attend(sample: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
             window = (query >= key) & (query - key < 4 + head)
             return window & ((query < prefix[sample]) == (key < prefix[sample]))
 
         def add_bias(score: Any, sample: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
             return score + self.table[(key - query).clamp(-4, 4) + 4, head]
 
-        mask = create_block_mask(sees, len(x), HEADS, x.shape[1], x.shape[1], device=x.device)
+        mask = create_block_mask(may_attend, len(x), HEADS, x.shape[1], x.shape[1], device=x.device)
         return flex_attention(q, k, v, add_bias, mask)
 
 
@@ -254,11 +254,11 @@ class FlexGates(Style):
     def attend(self, q: Any, k: Any, v: Any, x: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         gate = x.sigmoid().mean(-1)
 
-        def weigh(score: Any, sample: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        def weigh_score(score: Any, sample: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
             weighed = score * gate[sample, query] + gate[sample, key]
             return torch.where(query >= key, weighed, -torch.inf)
 
-        out, more = flex_attention(q, k, v, weigh, scale=0.4, return_aux=AuxRequest(lse=True))
+        out, more = flex_attention(q, k, v, weigh_score, scale=0.4, return_aux=AuxRequest(lse=True))
         return out * (more.lse - self.scale).sigmoid()[..., None]
 
 

@@ -46,7 +46,7 @@ CASES = [
     ),
     pytest.param("odds_ratio", 2, (), {"linear-cross-entropy"}, marks=pytest.mark.slow),
     pytest.param("whisper_tiny", 2, (), {"layer-norm", "residual-norm"}, marks=pytest.mark.slow),
-    # ranks that share the rows of a sample, whose labels cross the borders of parts, or deal samples
+    # ranks that share the rows of a sample (a part's last label lies in the next part), or deal samples
     pytest.param(
         "llama",
         4,

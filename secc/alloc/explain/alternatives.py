@@ -228,11 +228,11 @@ def _change_one_choice(
     for sharding, recompute in list_sharding_and_recompute(work, load, pins):
         if (sharding == c.sharding) != (recompute == c.recompute):
             what = f"recompute={recompute}" if sharding == c.sharding else f"sharding={sharding}"
-            parts = list_backward_parts(load, c.shape, sharding, recompute, pins)
+            parts = list_backward_parts(load, c.shape, sharding, pins)
             shape = c.shape._replace(backward_parts=min(c.backward_parts, parts[-1]))
             replica = require_rank_load(work, load, shape, c.ranks)
             yield what, price_candidate(work, replica, c.dp, c.micro_batch, sharding, recompute)
-    for parts in list_backward_parts(load, c.shape, c.sharding, c.recompute, pins):
+    for parts in list_backward_parts(load, c.shape, c.sharding, pins):
         if parts != c.backward_parts:
             replica = require_rank_load(work, load, c.shape._replace(backward_parts=parts), c.ranks)
             other = price_candidate(work, replica, c.dp, c.micro_batch, c.sharding, c.recompute)

@@ -114,12 +114,11 @@ def list_sharding_and_recompute(work: Workload, load: SectionLoad, pins: Pins) -
     return [(s, r) for s in sharding for r in recompute]
 
 
-def list_backward_parts(
-    load: SectionLoad, shape: ReplicaShape, sharding: str, recompute: str, pins: Pins
-) -> list[int]:
+def list_backward_parts(load: SectionLoad, shape: ReplicaShape, sharding: str, pins: Pins) -> list[int]:
     """In how many parts the stages of a section may run backward, in order of preference among equals.
 
     A number of stages that the user pins runs whole backwards, as it does elsewhere, unless pinned to split.
+    So do stages with cp, which may deal their micro-batches instead.
     """
     if pins.splits_backward(load.name):
         return [2]
@@ -127,7 +126,6 @@ def list_backward_parts(
         load.mode == "train"
         and shape.pp > 1
         and pins.pinned_number(load.name, "pp") is None
-        # With cp, only a pin splits: a plan of vlm_video_8b with it took 11% longer over its drawn batches.
         and shape.cp == 1
         and shape.ep <= shape.tp
         and sharding != "zero3"

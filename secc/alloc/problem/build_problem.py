@@ -228,13 +228,11 @@ def _fitting_candidates(
                 return found
             most_work = None if pins.deals_micro_batches(name) else most_dealt
             degrees = pins.words.get(name, {}).get("cp_degrees", "any")
-            # A split backward deals nothing; the problem without dealing has such candidates.
-            dealing = [c for c in found if c.backward_parts == 1]
             return tuple(
                 prices[name].price_as_dealt(c, degrees)
-                for c in dealing
+                for c in found
                 if most_work is None or c.least_work <= most_work
-            ) or (() if dealing else found)
+            )
 
         items = [(name, shape) for name in names for shape in shapes[name]]
         new = [item for item in items if (asked, most, *item) not in work.cached_candidates]
@@ -257,7 +255,9 @@ def _fitting_candidates(
 
 
 def _deals(pins: Pins, section: str, most_dealt: int | None) -> bool:
-    """Whether candidates of a section with cp deal their micro-batches."""
+    """Whether candidates of a section with cp deal their micro-batches; none does with a split backward."""
+    if pins.splits_backward(section):
+        return False
     is_pinned = "cp_per" in pins.words.get(section, {})
     return pins.deals_micro_batches(section) if is_pinned else most_dealt is not None
 
@@ -446,7 +446,7 @@ def list_rank_loads(
             ],
         )
         for mode in list_sharding_and_recompute(work, load, pins)
-        for parts in list_backward_parts(load, shape, *mode, pins)
+        for parts in list_backward_parts(load, shape, mode[0], pins)
         for offload in list_offloads(work, load, shape, mode[0], pins)
         if parts == 1 or offload != "activations"
     ]

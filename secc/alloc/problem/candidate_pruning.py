@@ -5,8 +5,7 @@ number of layers. A section on more than `ANY_COUNT_MAX_RANKS` ranks takes whole
 candidates grows with nodes and not with ranks. Of candidates on the same number of ranks, those stay that no
 other one beats in time, waits and memory at once (a Pareto front). A candidate with pipeline stages can only
 be dominated by another one with stages: in a scheduled step they wait for more than closed forms predict, and
-the local search (`secc.alloc.refine.local_search`) needs alternatives to them. One with cp and a split
-backward dominates none without, because those may deal their micro-batches.
+the local search (`secc.alloc.refine.local_search`) needs alternatives to them.
 """
 
 from __future__ import annotations
@@ -48,11 +47,9 @@ def prune_dominated(
     """
     all_candidates = list(candidates)
     fitting = [c for c in all_candidates if c.memory <= capacity] or _smallest_candidates(all_candidates)
-    groups: dict[tuple[int, bool, bool, int], list[Candidate]] = {}
+    groups: dict[tuple[int, bool, int], list[Candidate]] = {}
     for c in fitting:
-        deals_nothing = c.cp > 1 and c.backward_parts > 1
-        key = c.ranks, c.pp > 1, deals_nothing, c.micro_batch if by_micro_batch else 0
-        groups.setdefault(key, []).append(c)
+        groups.setdefault((c.ranks, c.pp > 1, c.micro_batch if by_micro_batch else 0), []).append(c)
     return tuple(
         c for group in groups.values() for c in _pareto_front(group, max(1, capacity // MEMORY_RESOLUTION))
     )

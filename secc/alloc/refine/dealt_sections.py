@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from secc.alloc.problem.candidates import price_candidate
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.dealt_prices import DealtPrices
 from secc.alloc.problem.pins import Pins
@@ -74,18 +73,13 @@ def _way_of(c: Candidate) -> str:
 def _with_way(work: Workload, section: str, c: Candidate, way: str) -> Candidate:
     own = work.for_kind(c.kind)
     prices = DealtPrices(own, own.loads[section])
-    if c.backward_parts > 1:  # only whole backwards deal; the split one needs no less memory
-        rank = own.rank_load(own.loads[section], c.shape._replace(backward_parts=1))
-        whole = price_candidate(own, rank, c.dp, c.micro_batch, c.sharding, c.recompute)
-        c = replace(c, backward_parts=1, fill_ns=whole.fill_ns, drain_ns=whole.drain_ns)
     divided = prices.price_as_divided(c)
     return divided if way == ONE_FOR_ALL else prices.price_as_dealt(divided, way)
 
 
 def _ways_left(c: Candidate, pinned: Mapping[str, str]) -> list[str]:
-    """The ways that are not that of the candidate, and that pins leave. What deals in place of a split
-    backward runs whole ones."""
-    if c.cp == 1 or (c.backward_parts > 1 and pinned.get("backward") == "split"):
+    """The ways that are not that of the candidate, and that pins leave; none with a split backward."""
+    if c.cp == 1 or c.backward_parts > 1:
         return []
     has_middle = any(c.cp % n == 0 for n in range(2, c.cp))
     ways = [ONE_FOR_ALL, ANY, *([ONE_OR_ALL] if has_middle else [])]

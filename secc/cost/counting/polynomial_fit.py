@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fractions import Fraction
 from itertools import product
 
 import numpy as np
 import sympy
+from sympy import QQ
+from sympy.polys.matrices import DomainMatrix
 
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.size_expr import Expr
@@ -93,27 +94,14 @@ def _candidate_bases(names: list[str], kinds: Mapping[str, str]) -> Iterator[lis
 def _solve_coefficients(
     names: list[str], basis: list[Exponents], points: list[tuple[int, ...]], values: list[Sequence[int]]
 ) -> tuple[Expr, ...]:
-    """Returns the polynomials over `basis` that have `values` at `points`, one for each column of `values`.
-
-    Gauss-Jordan elimination in fractions; matrices of SymPy take a hundred times as long.
-    """
-    rows = [
-        [Fraction(math.prod(map(pow, point, exponents))) for exponents in basis]
-        + [Fraction(v) for v in wanted]
-        for point, wanted in zip(points, values, strict=True)
-    ]
-    for i in range(len(basis)):
-        pivot = next(r for r in range(i, len(rows)) if rows[r][i])
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        rows[i] = [x / rows[i][i] for x in rows[i]]
-        for r, row in enumerate(rows):
-            if r != i and row[i]:
-                rows[r] = [x - row[i] * y for x, y in zip(row, rows[i], strict=True)]
+    """Returns the polynomials over `basis` that have `values` at `points`, one for each column of these."""
+    monomials = [[QQ(math.prod(map(pow, point, exponents))) for exponents in basis] for point in points]
+    wanted = [[QQ(v) for v in row] for row in values]
+    # Matrices over the rational numbers, which are a hundred times faster here than `sympy.Matrix`.
+    matrix = DomainMatrix(monomials, (len(points), len(basis)), QQ)
+    solution = matrix.lu_solve(DomainMatrix(wanted, (len(points), len(wanted[0])), QQ)).to_Matrix()
     symbols = [size_expr.size_symbol(n) for n in names]
     terms = [sympy.Mul(*(s**e for s, e in zip(symbols, exponents, strict=True))) for exponents in basis]
     return tuple(
-        sympy.Add(
-            *(sympy.Rational(c.numerator, c.denominator) * t for c, t in zip(column, terms, strict=True))
-        )
-        for column in zip(*(row[len(basis) :] for row in rows), strict=True)
+        sympy.Add(*(solution[i, j] * t for i, t in enumerate(terms))) for j in range(solution.shape[1])
     )

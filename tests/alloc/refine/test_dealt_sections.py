@@ -4,7 +4,6 @@ and never where it is pinned otherwise or impossible."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from xdsl.context import Context
@@ -27,14 +26,12 @@ from secc.passes.allocate import Allocate
 from tests.alloc.problem.test_row_parts import GRAPH, LONG, build_long_workload
 
 
-def choose_cp_per(lengths: list[int], *pins: str, backward_parts: int = 1) -> tuple[Candidate, int, int]:
+def choose_cp_per(lengths: list[int], *pins: str) -> tuple[Candidate, int, int]:
     """Returns the section's candidate after the choice between dividing and dealing samples, and the
-    scheduled step before and after it, in ns. backward_parts: of all candidates before it."""
+    scheduled step before and after it, in ns."""
     work, parsed = build_long_workload(lengths), parse_pins([f"lm.{pin}" for pin in pins], ["lm"])
     work.graph.widths = StringAttr("own")
     problem = build_problem(work, 8, "auto", parsed)
-    split = tuple(replace(c, backward_parts=backward_parts) for c in problem.sections["lm"])
-    problem = replace(problem, sections={"lm": split})
     solution = solve_allocation(problem)
     assert solution is not None
     evaluator, ranks = PlanEvaluator(work, problem), {"lm": list(range(8))}
@@ -55,12 +52,6 @@ def test_short_samples_are_dealt_where_the_step_is_shorter() -> None:
 def test_equal_long_samples_and_pinned_sections_are_divided() -> None:
     assert choose_cp_per([131_072] * 16, "cp=8")[0].cp_per == "section"
     assert choose_cp_per(LONG, "cp=8", "cp_per=section")[0].cp_per == "section"
-
-
-def test_whole_backwards_deal_in_place_of_a_split_one() -> None:
-    chosen, divided_ns, dealt_ns = choose_cp_per(LONG, "cp=8", backward_parts=2)
-    assert (chosen.cp_per, chosen.backward) == ("micro_batch", "whole")
-    assert dealt_ns < divided_ns
 
 
 def test_degrees_are_limited_by_a_pin() -> None:
