@@ -23,5 +23,6 @@ def test_a_block_in_another_changes_nothing() -> None:
         slowed, frozen = gc.get_threshold(), gc.get_freeze_count()
         with slow_gc():
             pass
-        assert gc.get_threshold() == slowed and gc.get_freeze_count() == frozen
+        # Frozen objects may have been deleted in the meantime, since nothing refers to them any more.
+        assert gc.get_threshold() == slowed and 0 < gc.get_freeze_count() <= frozen
     assert gc.get_threshold() == before
