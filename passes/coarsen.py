@@ -25,9 +25,18 @@ from xdsl.passes import ModulePass
 
 from secc.cluster import parse_cluster
 from secc.errors import UserError
+from secc.ir.analysis.dataflow import get_string
 from secc.ir.analysis.row_order import insert_unstacking
 from secc.ir.analysis.whole_batch import ALONE
-from secc.ir.dialect.ops import CaseOp, GraphOp, SectionOp, graph_of, strings_attr
+from secc.ir.dialect.ops import (
+    WHOLE_ATTRIBUTE,
+    CaseOp,
+    GraphOp,
+    SectionOp,
+    graph_of,
+    strings_attr,
+    strings_of,
+)
 from secc.ir.dialect.readable_names import make_unique, shortest_tail, to_identifier
 from secc.passes.dce import DeadCodeElimination
 from secc.passes.sections.assign_ops import assign_sections
@@ -290,7 +299,9 @@ def _declare_sections(graph: GraphOp, grouping: BlockGrouping) -> None:
         )
         properties = {"sym": StringAttr(name), "mode": StringAttr(group.mode), "when": when, "blocks": blocks}
         section = SectionOp.create(properties=properties)
-        add_section_notes(section, *group.notes)
+        whole = ((path, get_string(graph.blocks[path], WHOLE_ATTRIBUTE)) for path in strings_of(blocks))
+        stages = (f"its layers cannot be stages: {path} is {reason}" for path, reason in whole if reason)
+        add_section_notes(section, *group.notes, *stages)
         _insert_before_cases(graph, section)
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import gcd
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.passes import ModulePass
 
 from secc import __version__, process_map
+from secc.alloc.problem.build_problem import PARALLEL_PRICING_RANKS
 from secc.cluster import parse_cluster
 from secc.codegen import plan_builder as plan_codegen
 from secc.codegen.fused_module import plan_rewrites, render_fused_module
@@ -48,6 +51,7 @@ from secc.frontend.capture.block_layouts import annotate_block_layouts
 from secc.frontend.capture.capture import Capture, capture_model
 from secc.frontend.capture.code_blocks import PartTries
 from secc.frontend.capture.linear_blocks import annotate_linear_blocks
+from secc.frontend.capture.whole_blocks import find_whole_blocks
 from secc.frontend.dataset import padding_policy as widths
 from secc.frontend.dataset import statistics
 from secc.frontend.dataset.input_symbols import ModelInputs, describe_inputs
@@ -68,7 +72,7 @@ from secc.frontend.tp_search.routing_counts import (
 )
 from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.analysis.tp_layouts import expert_counts
-from secc.ir.dialect.ops import GraphOp, graph_of
+from secc.ir.dialect.ops import WHOLE_ATTRIBUTE, GraphOp, graph_of
 from secc.passes.allocate import Allocate
 from secc.passes.fusion.fuse_when import reason_not_to_fuse
 from secc.runtime.fusion.install import installed_temporarily
@@ -195,7 +199,9 @@ def compile_model(
         )
         width = padding.widths
 
-    cache = _CaptureCache()
+    cache, cluster = _CaptureCache(), parse_cluster(options.cluster)
+    # Few ranks seldom get stages, and a small model is soon captured again.
+    weighs_stages = cluster.device.backend != "cpu" and cluster.ranks >= PARALLEL_PRICING_RANKS
     batches = [user.collate([d.sample]) for d in survey.drawn_samples if d.sample is not None]
 
     def make_ir(capture: Capture) -> ModuleOp:
@@ -205,18 +211,26 @@ def compile_model(
         if model is not None:
             cache.routing = count_routing(model, batches) if cache.routing is None else cache.routing
             annotate_routing(module, cache.routing)
-        cluster = parse_cluster(options.cluster)
         if model is not None and cluster.device.backend != "cpu":  # there, nothing divides experts unasked
             annotate_listed_rows(module, model, batches)
         with clock.measure("find possible tp of blocks"):
             annotate_possible_tp(module, meta, model, user, survey, samples, cluster, cache.mappings)
+        with clock.measure("find whole blocks"):
+            blocks = graph_of(module).blocks
+            for path in blocks.keys() & whole_blocks():
+                blocks[path].attributes[WHOLE_ATTRIBUTE] = StringAttr(whole_blocks()[path].reason)
         return module
 
     def make_passes(**changes: tuple[str, ...]) -> tuple[ModulePass, ...]:
         return build_pipeline(dataclasses.replace(options, **changes), options.sections)
 
     source = CapturedModel(user, meta, model, survey, inputs, batches, capture, make_ir, make_passes)
-    planner = Planner(source, options.set, clock.measure, clock.report_progress, options.taken_back)
+    with process_map.run_in_background(
+        partial(find_whole_blocks, user, meta, survey, inputs, capture) if weighs_stages else dict,
+        forks=weighs_stages,
+    ) as found:
+        whole_blocks = functools.cache(found)
+        planner = Planner(source, options.set, clock.measure, clock.report_progress, options.taken_back)
     try:
         planned = planner.plan_model()
     except UserError as error:

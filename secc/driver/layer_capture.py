@@ -17,6 +17,7 @@ from secc.alloc.explain import plan_choices as known
 from secc.errors import ImpossibleChoice, UserError
 from secc.frontend.capture.block_selection import ModuleTree
 from secc.frontend.capture.capture import Capture
+from secc.frontend.capture.whole_blocks import blocks_left_whole, holds_layers
 from secc.ir.analysis.dataflow import get_number, get_strings
 from secc.ir.dialect.ops import CallOp, graph_of, section_of, strings_of
 from secc.ir.text_io.module_text import parse_module
@@ -69,14 +70,7 @@ def plan_layer_capture(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, st
         (section_of(op), op.target.data) for case in graph.cases for op in case.ops if isinstance(op, CallOp)
     }
     tree = ModuleTree(meta)
-    layers = tuple(f"{layer}." for layer in tree.stack_layers())  # may hold lists of equal modules themselves
-    cut = tuple(
-        sorted(
-            path
-            for section, path in calls
-            if section in staged and tree.stack_depth(path) and not f"{path}.".startswith(layers)
-        )
-    )
+    cut = tuple(sorted(path for section, path in calls if section in staged and holds_layers(tree, path)))
     coarse = graph_of(parse_module(dumps["coarsen"])).sections if cut else ()
     sections = tuple(f"{s.sym.data}={'+'.join(strings_of(s.blocks))}" for s in coarse if strings_of(s.blocks))
     stages = tuple(f"{s.sym.data}.pp={get_number(s, 'pp') or 1}" for s in graph.sections)
@@ -113,14 +107,8 @@ def copy_section_notes(staging: LayerCapturePlan, module: ModuleOp) -> bool:
 def check_opened_blocks(staging: LayerCapturePlan, captured: Capture) -> None:
     """Raises ImpossibleChoice if blocks that were to be opened stayed whole in the second capture; it names
     only the stages that these blocks were opened for."""
-    around = {
-        path: b
-        for path in staging.opened_blocks
-        for b in captured.blocks
-        if path == b or path.startswith(f"{b}.")
-    }
-    for path, block in around.items():
-        note = next((n for n in captured.notes if n.path == block), None)
-        reason = f": {block} is {note.reason}" if note else ""
+    whole = dict(blocks_left_whole(staging.opened_blocks, captured))
+    for path, note in whole.items():
+        reason = f": {note.path} is {note.reason}" if note else ""
         error = UserError(f"{path} cannot be cut into stages{reason}", note.where if note else "")
-        raise staging.impossible_choice(error, around)
+        raise staging.impossible_choice(error, whole)

@@ -40,6 +40,7 @@ from secc.errors import UserError
 from secc.ir.analysis.token_count import token_count
 from secc.ir.analysis.tp_layouts import feasible_tp
 from secc.ir.analysis.whole_batch import ALONE
+from secc.ir.dialect.ops import WHOLE_ATTRIBUTE, strings_of
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.validation.send_window import DEFAULT_SEND_LIMIT
 
@@ -520,6 +521,8 @@ def parallel_shapes(
 
 def count_cuttable_layers(work: Workload, load: SectionLoad) -> int:
     """The number of layers between which stages of a section may be cut, as far as capture has shown."""
+    if any(WHOLE_ATTRIBUTE in work.graph.blocks[path].attributes for path in strings_of(load.section.blocks)):
+        return 1
     return min(count_declared_layers(work.graph, load.section), work.stackable_layers(load))
 
 

@@ -8,6 +8,7 @@ module around it, with a note.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,7 +34,12 @@ from secc.frontend.capture.code_blocks import (
     describe_time_ended,
     take_back_parts,
 )
-from secc.frontend.capture.control_flow_paths import GlueDiagnostic, GlueError, ObservedRecording
+from secc.frontend.capture.control_flow_paths import (
+    GlueDiagnostic,
+    GlueError,
+    LabelledShapes,
+    ObservedRecording,
+)
 from secc.frontend.capture.generalize import GenericGraph, generalize_captures
 from secc.frontend.capture.probe_batches import ProbeBatches, record_sample_shapes
 from secc.frontend.capture.random_op_rows import find_random_ops
@@ -393,7 +399,11 @@ class _CaseFinder:
         loop_choices = [False] if self._would_join_components(error.module) else []
         if all(loops_in(roll_loss_loops(o.recording)) for o in before):
             loop_choices.append(True)
-        recordings = self.batches[pattern].record_with_sample_shapes() if loop_choices else []
+        shapes: dict[int, LabelledShapes] = {}
+        # Recordings of layers take long, and most that fail do so with the fewest.
+        if self.opened_components and loop_choices == [False] and not self._fewest_fit(pattern, shapes):
+            return None
+        recordings = self.batches[pattern].record_with_sample_shapes(shapes) if loop_choices else []
         for loops in loop_choices:  # what is outlined without loops stays as it is, for the other outline
             if _loss_reads_vary(recordings, loops):
                 continue
@@ -406,6 +416,19 @@ class _CaseFinder:
                     )
                 return case
         return None
+
+    def _fewest_fit(self, pattern: InputPattern, shapes: dict[int, LabelledShapes]) -> bool:
+        """Whether one case fits the fewest recordings of a pattern that show what sizes do. What explains no
+        more than these explains no others."""
+        batches, rows = self.batches[pattern], copy.deepcopy(self.rows)
+        known, batches.explanations = batches.explanations, SharedExplanations()
+        try:
+            OutlinedCaptures(batches.record_with_sample_shapes(shapes, fewest=True)).build_case(rows, batches)
+            return True
+        except GlueError:
+            return False
+        finally:
+            batches.explanations = known
 
     def _would_join_components(self, path: str) -> bool:
         """Whether a module as one block would hold blocks of several components, or several layers of a

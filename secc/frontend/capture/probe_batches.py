@@ -292,17 +292,22 @@ class ProbeBatches:
             self._record_batch(batch) if batch.batch.keys() == self.ragged_batches[0].batch.keys() else None
         )
 
-    def record_with_sample_shapes(self) -> list[ObservedRecording]:
-        """Records all micro-batches, with the labelled shapes of their samples recorded alone."""
-        known_shapes: dict[int, LabelledShapes] = {}
+    def record_with_sample_shapes(
+        self, known_shapes: dict[int, LabelledShapes], fewest: bool = False
+    ) -> list[ObservedRecording]:
+        """Records all micro-batches, or the fewest that show what sizes do, with the labelled shapes of their
+        samples recorded alone, which `known_shapes` keeps by the sample's id."""
 
         def shapes_of(sample: Sample) -> LabelledShapes:
             if id(sample) not in known_shapes:
                 known_shapes[id(sample)] = record_sample_shapes(self._recorder, self._user, sample)
             return known_shapes[id(sample)]
 
-        seen = [(b, self._record_batch(b)) for b in (*self.ragged_batches, *self.even_batches)]
-        seen += self._record_crossed_widths()
+        if fewest:
+            seen = [(b, self._record_batch(b)) for b in self.ragged_batches[:MIN_CAPTURES]]
+        else:
+            seen = [(b, self._record_batch(b)) for b in (*self.ragged_batches, *self.even_batches)]
+            seen += self._record_crossed_widths()
         return [replace(o, sample_shapes=tuple(map(shapes_of, b.samples))) for b, o in seen]
 
     def _record_batch(self, b: ProbeBatch) -> ObservedRecording:

@@ -158,6 +158,8 @@ class KeyOp(LineOp):
 
 # Of a block that lies outside of its component's stack of layers, such as a head.
 OUTSIDE_STACK_ATTRIBUTE = "outside_stack"
+# Of a block that cannot be opened down to its layers: the reason.
+WHOLE_ATTRIBUTE = "whole"
 
 
 @irdl_op_definition
