@@ -9,7 +9,7 @@ group straddles nodes, then the most work.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -30,6 +30,7 @@ from secc.alloc.problem.build_problem import (
     build_problem,
     count_usable_ranks,
     estimate_longest_time,
+    price_edges,
 )
 from secc.alloc.problem.closed_form import PlanValue, evaluate_assignment
 from secc.alloc.problem.micro_batch_times import micro_batch_time_expressions, subgroup_costs
@@ -169,7 +170,8 @@ class Allocate(ModulePass):
             solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
             if solution is not None:
                 priced = replace(solved, work=with_host or solved.work, problem=asked, solution=solution)
-                other = self._choose_dealing(priced, self._refine_within_memory(priced))
+                priced, own = _add_plan(priced, dealt)
+                other = self._choose_dealing(priced, self._refine_within_memory(priced, (own,)))
                 steps = dealt.refined.evaluation.time_ns, other.refined.evaluation.time_ns
                 if other.refined.evaluation.is_better_than(dealt.refined.evaluation):
                     solved, dealt, facts = priced, other, _dealing_facts(other)
@@ -291,11 +293,13 @@ class Allocate(ModulePass):
             return None
         return SolvedAllocation(work, asked, solution, solved.pins, solved.run_ahead, solved.most_ns)
 
-    def _refine_within_memory(self, solved: SolvedAllocation) -> RefinedPlan:
-        """The best plan by simulation. Where batches need more memory than closed forms say in all plans that
-        were tried, the search starts again from plans that closed forms put further below the limit; the
-        last plan that was found, if none of them fits."""
-        won, asked = self.refine_solution(solved), solved.problem
+    def _refine_within_memory(
+        self, solved: SolvedAllocation, others: Sequence[Assignment] = ()
+    ) -> RefinedPlan:
+        """The best plan by simulation, also of `others`. Where batches need more memory than closed forms say
+        in all plans that were tried, the search starts again from plans that closed forms put further below
+        the limit; the last plan that was found, if none of them fits."""
+        won, asked = self.refine_solution(solved, others), solved.problem
         for share in () if won.evaluation.fits or asked.deadline is not None else RESERVED_SHARES:
             tight = replace(
                 asked,
@@ -309,8 +313,9 @@ class Allocate(ModulePass):
                 return other
         return won
 
-    def refine_solution(self, solved: SolvedAllocation) -> RefinedPlan:
-        """The best plan by simulation with the scheduler, among the solver's plan and its neighbours."""
+    def refine_solution(self, solved: SolvedAllocation, others: Sequence[Assignment] = ()) -> RefinedPlan:
+        """The best plan by simulation with the scheduler, among the solver's plan, `others`, and their
+        neighbours."""
         asked = solved.problem
         return refine_by_simulation(
             solved.make_evaluator(),
@@ -318,6 +323,7 @@ class Allocate(ModulePass):
             solved.solution.assignment,
             partial(assign_ranks, asked),
             MULTI_RANK_MARGIN,
+            others,
         )
 
     def _reuse_known_plan(
@@ -438,6 +444,19 @@ class Allocate(ModulePass):
                 f"has work{why}, got {ranks}",
                 remedy=f"use at most {usable} ranks, or a larger global batch",
             )
+
+
+def _add_plan(solved: SolvedAllocation, dealt: DealtPlan) -> tuple[SolvedAllocation, Assignment]:
+    """Returns an allocation with the candidates of the plan of another problem as well, and that plan."""
+    sections, choice = dict(solved.problem.sections), dict[str, int]()
+    for name, index in dealt.refined.assignment.choice.items():
+        chosen = dealt.problem.sections[name][index]
+        if chosen not in sections[name]:
+            sections[name] += (chosen,)
+        choice[name] = sections[name].index(chosen)
+    problem = replace(solved.problem, sections=sections, edges=price_edges(solved.work, sections))
+    problem = prefetch_memory.with_prefetch_buffers(problem, solved.work, solved.run_ahead)
+    return replace(solved, problem=problem), replace(dealt.refined.assignment, choice=choice)
 
 
 def _dealing_facts(dealt: DealtPlan) -> dict[str, Any]:

@@ -65,13 +65,16 @@ def inputs_behind(nodes: Iterable[fx.Node]) -> frozenset[str]:
 def is_fixed(node: fx.Node) -> bool:
     """Whether a node is computed in glue from sizes and weights alone, by ops that draw no random numbers,
     and nothing that it is computed from was written to."""
-    behind = set(iter_nodes_behind([node]))
-    return all(
-        n.op == "get_attr"
-        or n.target is operator.getitem
-        or (isinstance(n.target, torch._ops.OpOverload) and not is_random(n.target, n.args, n.kwargs))
-        for n in behind
-    ) and not any(
+    behind = set[fx.Node]()
+    for n in iter_nodes_behind([node]):  # the nearest ones first: what a block returns ends it at once
+        behind.add(n)
+        if not (
+            n.op == "get_attr"
+            or n.target is operator.getitem
+            or (isinstance(n.target, torch._ops.OpOverload) and not is_random(n.target, n.args, n.kwargs))
+        ):
+            return False
+    return not any(
         behind.intersection(iter_nodes_behind(writer.all_input_nodes[:1]))
         for writer in filter(writes_argument, node.graph.nodes)
     )

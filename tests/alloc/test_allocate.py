@@ -536,7 +536,7 @@ def test_plans_that_fit_by_mean_samples_only_are_replaced(
     solved = replace(solved, problem=replace(solved.problem, capacity=memory_bytes(solved)))
     most = share * memory_bytes(solved)
 
-    def refine_solution(_: Allocate, found: SolvedAllocation) -> RefinedPlan:
+    def refine_solution(_: Allocate, found: SolvedAllocation, others: Any = ()) -> RefinedPlan:
         evaluation = Evaluation(found.solution.time_ns, memory_bytes(found) <= most, 1)
         return RefinedPlan(found.solution.assignment, evaluation, found.solution.time_ns, 1)
 

@@ -4,7 +4,8 @@
 A plan is scheduled once more for each of its sections with cp and each way that is left: all ranks share each
 sample, samples go to any divisor of them, or to one rank. `allocate` does so with two plans: one that was
 found with all samples priced as divided, and one with samples priced as dealt (`alloc.problem.dealt_prices`),
-which may have a larger cp or other ranks.
+which may have a larger cp or other ranks. A way that is clearly longer on the first batch is not scheduled on
+the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from secc.alloc.problem.dealt_prices import DealtPrices
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Candidate, Problem
 from secc.alloc.problem.workload import Workload
-from secc.alloc.refine.local_search import RefinedPlan
+from secc.alloc.refine.local_search import FIRST_BATCH_MARGIN, RefinedPlan
 from secc.alloc.refine.schedule_evaluation import GroupRanks, PlanEvaluator
 
 ONE_FOR_ALL, ONE_OR_ALL, ANY = "section", "one_or_all", "any"
@@ -26,7 +27,8 @@ ONE_FOR_ALL, ONE_OR_ALL, ANY = "section", "one_or_all", "any"
 @dataclass(frozen=True)
 class DealtPlan:
     """A plan after the choice, with its problem. `step_ns`: by section, the scheduled step under each way
-    that was tried and fits, all other choices kept: "section", "one_or_all" or "any" divisor."""
+    that was tried on all batches and fits, all other choices kept: "section", "one_or_all" or "any"
+    divisor."""
 
     problem: Problem
     refined: RefinedPlan
@@ -52,6 +54,9 @@ def choose_dealing(
                 evaluator.run_ahead,
                 evaluator.known,
             )
+            first, own = (e.evaluate_first_batch(won.assignment, ranks) for e in (tried, evaluator))
+            if not first.fits or first.time_ns > own.time_ns * (1 + FIRST_BATCH_MARGIN):
+                continue
             evaluation = tried.evaluate(won.assignment, ranks)
             if evaluation.fits:
                 found[way] = replace(won, evaluation=evaluation), tried

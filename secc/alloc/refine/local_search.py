@@ -13,9 +13,9 @@ section that the schedule of the best plan shows to be busiest, until none of th
 
 A full evaluation schedules several global batches with the scheduler's own search. To save time there are
 three levels. An *estimate* schedules one batch without search. Plans within `ESTIMATE_MARGIN` of the best
-estimate are evaluated on the first batch, and those within `FIRST_BATCH_MARGIN` of the best there on all
-batches. A plan that is ahead of all others by more than these margins is not evaluated until it is the final
-one. Estimates and evaluations run on all cores.
+estimate are evaluated on the first batch, those within `FIRST_BATCH_MARGIN` of the best there on the second,
+and those within half of that of the best on both on all batches. A plan that is ahead of all others by more
+than these margins is not evaluated until it is the final one. Estimates and evaluations run on all cores.
 
 Under ZeRO-3 replicas wait for each other in every micro-batch, and on shared ranks for other sections; closed
 forms do not price that, and such steps take up to twice the predicted time. So do steps of sections without
@@ -55,7 +55,8 @@ TASK_BUDGET_PER_SAMPLE = 400
 TASK_BUDGET_RANGE = (200_000, 600_000)
 # A plan is evaluated if its estimate is at most this share longer than the best estimate ...
 ESTIMATE_MARGIN = 1 / 16
-# ... and on further batches if the first batch is at most this share longer than the best one there.
+# ... and on further batches if the first batch is at most this share longer than the best one there, and half
+# this share once there are several.
 FIRST_BATCH_MARGIN = 1 / 32
 # A neighbour is estimated if closed forms put it behind its origin by at most this share of the step.
 CLOSED_FORM_MARGIN = 1 / 5
@@ -91,11 +92,13 @@ def refine_by_simulation(
     best: Assignment,
     hand_out: Callable[[Assignment], GroupRanks],
     margin: float,
+    others: Sequence[Assignment] = (),
 ) -> RefinedPlan:
     """Returns the best plan, by scheduled steps, among the solver's plan `best` and its neighbours.
 
     hand_out: returns the ranks of a plan's groups.
     margin: replicas of several ranks must be faster by more than this share.
+    others: plans of another search, which this one goes on from if none of its own is better.
     """
     neighbourhood, first_plans = _solve_without_rounds(problem, best, margin)
 
@@ -117,7 +120,7 @@ def refine_by_simulation(
 
         return _LocalSearch(
             evaluator, problem, neighbourhood, margin, evaluate_here, evaluate_on_all_cores
-        ).run(first_plans)
+        ).run(first_plans, others)
 
 
 def _solve_without_rounds(
@@ -165,13 +168,14 @@ class _LocalSearch:
             s: _index_by_ranks(cs, neighbourhood != problem) for s, cs in problem.sections.items()
         }
 
-    def run(self, best: Sequence[Assignment]) -> RefinedPlan:
-        """Runs the search from several plans. The first one is the best of the neighbourhood."""
+    def run(self, best: Sequence[Assignment], others: Sequence[Assignment] = ()) -> RefinedPlan:
+        """Runs the search from several plans. The first one is the best of the neighbourhood; `others` are
+        those of other searches."""
         # With a deadline the objective is the number of devices, which the solver has already minimised.
         searches = self.problem.deadline is None
         other_starts = start_plans(self.neighbourhood, best[0], self.margin) if searches else ()
         starts = [*best, *map(self._shorten_waits, (*best, *other_starts) if searches else ())]
-        self._estimate_plans([*{_plan_key(a): a for a in starts}.values()])
+        self._estimate_plans([*{_plan_key(a): a for a in (*starts, *others)}.values()])
         shortest = self._select_best()
         while True:
             if searches and (remaining := self._remaining_evaluations()):
@@ -221,10 +225,15 @@ class _LocalSearch:
         if len(close) > 1:
             self._evaluate_plans(close := self._limit_evaluations(close, 1), 1)
             close = self._within_margin(close, lambda key: self.evaluations[key][0], FIRST_BATCH_MARGIN)
-        if len(close) > 1 and self._fits_memory(close[0]):
-            self._evaluate_plans(
-                close := self._limit_evaluations(close, len(self.evaluator.batches)),
-                len(self.evaluator.batches),
+        every = len(self.evaluator.batches)
+        for count in dict.fromkeys((min(2, every), every)):
+            if len(close) == 1 or not self._fits_memory(close[0]):
+                break
+            self._evaluate_plans(close := self._limit_evaluations(close, count), count)
+            close = self._within_margin(
+                close,
+                lambda key, count=count: mean_evaluation(self.evaluations[key][:count]),
+                FIRST_BATCH_MARGIN / 2,
             )
         best = min(close, key=self._score_evaluated) if len(close) > 1 else close[0]
         # Evaluation may have shown that the best plan exceeds memory on a later batch. It then no longer

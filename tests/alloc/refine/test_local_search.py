@@ -19,6 +19,7 @@ from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Assignment, Problem
 from secc.alloc.problem.workload import build_workload
+from secc.alloc.refine import local_search
 from secc.alloc.refine import schedule_evaluation as trials
 from secc.alloc.refine.local_search import (
     MOST_LIGHTER_PLANS,
@@ -252,6 +253,53 @@ def test_a_plan_that_does_not_fit_on_later_batches_does_not_win(monkeypatch: pyt
     evaluator.known.clear()
     second = refined()
     assert second.evaluation.fits and second.assignment != first.assignment
+
+
+def test_plans_that_fall_behind_are_not_evaluated_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked, evaluator = vlm_problem()
+    solution = solve_allocation(asked)
+    assert solution is not None and len(evaluator.batches) > 2
+
+    def refined() -> RefinedPlan:
+        return refine_by_simulation(
+            evaluator, asked, solution.assignment, lambda a: hand_out_ranks(asked, a), 0.0
+        )
+
+    first, step = refined(), PlanEvaluator.evaluate_batch
+    seen: list[tuple[Assignment, int]] = []
+
+    def slower(
+        self: PlanEvaluator, a: Assignment, ranks: GroupRanks, index: int = 0, *, soon: bool = False
+    ) -> Evaluation:
+        found = step(self, a, ranks, index, soon=soon)
+        seen.append((a, index))
+        is_behind = index == 1 and a != first.assignment
+        return replace(found, time_ns=found.time_ns * (1 + is_behind))
+
+    monkeypatch.setattr(PlanEvaluator, "evaluate_batch", slower)
+    evaluator.known.clear()
+    assert refined().assignment == first.assignment
+    others = [index for a, index in seen if a != first.assignment]
+    assert others.count(1) > 0 == sum(index > 1 for index in others)
+
+
+def test_a_search_goes_on_from_the_plan_of_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked, evaluator = vlm_problem()
+    solution = solve_allocation(asked)
+    assert solution is not None
+
+    single = {s: next(i for i, c in enumerate(cs) if c.ranks == 1) for s, cs in asked.sections.items()}
+    slow = Assignment(single, {s: s for s in single})
+
+    def refined(*others: Assignment) -> RefinedPlan:
+        return refine_by_simulation(evaluator, asked, slow, lambda a: hand_out_ranks(asked, a), 0.0, others)
+
+    monkeypatch.setattr(local_search, "MAX_EVALUATED_PLANS", 0)
+    monkeypatch.setattr(local_search, "MOST_LIGHTER_PLANS", 0)
+    monkeypatch.setattr(local_search, "start_plans", lambda *_: [])
+    alone, found = refined(), refined(solution.assignment)
+    assert found.assignment == solution.assignment
+    assert found.evaluation.is_better_than(alone.evaluation)
 
 
 def test_idle_devices_are_assigned() -> None:
