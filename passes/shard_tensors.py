@@ -36,7 +36,7 @@ from secc.ir.dialect.ops import (
     strings_of,
 )
 from secc.ir.dialect.tensor_type import tensor_type
-from secc.ir.dialect.typed_attributes import UnsplitAttr
+from secc.ir.dialect.typed_attributes import StyleAttr, UnsplitAttr
 from secc.runtime.plan.schema import Shard
 from secc.runtime.plan.unsplit_reason import TOKEN_MIXING_REMEDY, SharedSize, UnsplitKind, UnsplitReason
 
@@ -110,7 +110,7 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
         )
         raise ImpossibleChoice(error, [name if uneven else f"{whole}.tp"])
     if get_string(section, "norms") == "sequence":
-        kept = _use_sequence_shards(name, kept, why)
+        kept = _use_sequence_shards(name, kept, set(_row_modules(section)), why)
     section.attributes |= {
         "styles": ArrayAttr([style for cut in kept for style in cut.styles]),
         "shards": ArrayAttr([shard for cut in kept for shard in cut.shards]),
@@ -208,26 +208,50 @@ def _matrices_read_by_glue(graph: GraphOp, section: SectionOp) -> list[str]:
     )
 
 
-def _use_sequence_shards(name: str, kept: list[CutOp], why: list[UnsplitAttr]) -> list[CutOp]:
+def _row_modules(section: SectionOp) -> Iterable[str]:
+    """The modules that run on rows of a sequence by themselves (`secc.frontend.cp_search`)."""
+    found = section.attributes.get("row_modules")
+    return strings_of(found) if isinstance(found, ArrayAttr) else ()
+
+
+def _use_sequence_shards(
+    name: str, kept: list[CutOp], row_modules: set[str], why: list[UnsplitAttr]
+) -> list[CutOp]:
     """Switch layers to sequence parallelism between their split modules (Korthikanti et al. 2022), where the
-    search showed it exact; the others are added to `why`. Raises UserError where no layer was shown exact."""
+    search showed it exact; the others are added to `why`. Raises UserError where no layer was shown exact.
+
+    row_modules: modules that run on rows of a sequence by themselves. Inside of one, nothing shows which
+    tensors have a rank's rows and which have its positions, so no product in it can be scattered."""
     layers = [cut for cut in kept if any(style.kind.data == "rowwise" for style in cut.styles)]
-    if not any("positions" in c.attributes for c in layers):
+    against = {cut: reason for cut in layers if (reason := _why_norms_stay_whole(cut, row_modules))}
+    if len(against) == len(layers):
         section = name.partition(".")[0]
-        message = (
-            f"{section}.norms=sequence is impossible: no layer of it was shown exact on parts of the sequence"
-        )
+        shown = next((r for r in against.values() if r.kind is UnsplitKind.NORMS_WHOLE_ON_ROWS), None)
+        cause = shown or "no layer of it was shown exact on parts of the sequence"
+        message = f"{section}.norms=sequence is impossible: {cause}"
         error = UserError(message, remedy=f"leave {section}.norms out")
         raise ImpossibleChoice(error, [f"{section}.norms=sequence"])
     for cut in layers:
-        if "positions" in cut.attributes:
+        if cut in against:
+            why.append(UnsplitAttr.of(cut.path.data, against[cut]))
+        else:
             cut.properties |= {
                 "styles": cut.attributes["positions"],
                 "partial": cut.attributes["positions_partial"],
             }
-        else:
-            why.append(UnsplitAttr.of(cut.path.data, UnsplitReason(UnsplitKind.NORMS_WHOLE)))
     return kept
+
+
+def _why_norms_stay_whole(cut: CutOp, row_modules: set[str]) -> UnsplitReason | None:
+    """Why a layer with this layout cannot work on parts of the sequence, None if it can."""
+    positions = cut.attributes.get("positions")
+    if not isinstance(positions, ArrayAttr):
+        return UnsplitReason(UnsplitKind.NORMS_WHOLE)
+    styles = [style.value for style in positions if isinstance(style, StyleAttr)]
+    joins, scatters = ([f"{s.module}." for s in styles if s.kind == kind] for kind in ("join", "scatter"))
+    inside = (path for path in row_modules if f"{path}.".startswith(tuple(joins)))
+    own = next((path for path in inside if any(s.startswith(f"{path}.") for s in scatters)), None)
+    return None if own is None else UnsplitReason(UnsplitKind.NORMS_WHOLE_ON_ROWS, own)
 
 
 def _token_shardable_matrices(graph: GraphOp, section: SectionOp, tp: int) -> dict[str, tuple[int, int]]:

@@ -39,7 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--plans", type=int, default=60, help="so many random plans in all (tests/e2e/test_random_plans.py)"
     )
-    parser.addoption("--axis", default="", help="only random plans with this mesh axis, such as cp")
+    parser.addoption(
+        "--having", default="", help="only random plans with a section that has these pins: cp,norms=sequence"
+    )
 
 
 @pytest.fixture

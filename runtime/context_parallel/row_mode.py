@@ -2,8 +2,10 @@
 the rules of `row_rules`.
 
 A `torch.autograd.Function` is called without torch's function dispatch, so `apply` is wrapped: a function
-with the class attribute `works_on_rows` computes on rows as they are, any other gets gathered tensors. Code
-that the user's own `torch.utils.checkpoint` runs again in the backward enters the mode of its forward.
+with the class attribute `works_on_rows` computes on rows as they are, any other gets gathered tensors. One
+that divides a rank's rows further, over ranks of tp, names their dim as `divided_dim`; its results have no
+marks (`secc.runtime.tensor_parallel.sequence_parallel`). Code that the user's own `torch.utils.checkpoint`
+runs again in the backward enters the mode of its forward.
 """
 
 from __future__ import annotations
@@ -336,9 +338,10 @@ def _apply_on_rows(cls: Any, *args: Any, **kwargs: Any) -> Any:
         finally:
             _thread_state.mode = mode
         return _function_apply(cls, *args, **kwargs)
+    mark = mark_of(marked)
     with torch._C.DisableTorchFunction():  # sizes are those of the rows
         out = _function_apply(cls, *args, **kwargs)
-    return set_mark(out, mark_of(marked))
+    return out if mark is not None and mark.dim == getattr(cls, "divided_dim", None) else set_mark(out, mark)
 
 
 def _recompute_in_mode(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

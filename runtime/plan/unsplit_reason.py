@@ -67,6 +67,7 @@ class UnsplitKind(StrEnum):
     PARAMETER_SHARED = "parameter_shared"
     TIED_TO_OTHER_LAYOUT = "tied_to_other_layout"
     NORMS_WHOLE = "norms_whole"
+    NORMS_WHOLE_ON_ROWS = "norms_whole_on_rows"
     LOGITS_GATHERED = "logits_gathered"
     # What the search for layers that work on rows of the sequence finds (`secc.frontend.cp_search`).
     NO_ROWS = "no_rows"
@@ -130,6 +131,9 @@ SENTENCES: dict[UnsplitKind, str] = {
     UnsplitKind.PARAMETER_SHARED: "one of its parameters belongs to several sections",
     UnsplitKind.TIED_TO_OTHER_LAYOUT: "one of its parameters is tied to one that is split otherwise",
     UnsplitKind.NORMS_WHOLE: "its norms keep the whole sequence: its code does not run on positions alone",
+    UnsplitKind.NORMS_WHOLE_ON_ROWS: (
+        "its norms keep all rows of a rank: with cp, {subject} runs on rows by itself, and with tp on parts"
+    ),
     UnsplitKind.LOGITS_GATHERED: "its logits are gathered for {subject}",
     UnsplitKind.NO_ROWS: "it gets no hidden states [samples, rows, width]",
     UnsplitKind.MIXES_ROWS: "{subject} mixes rows of the sequence, or has no rule for them",

@@ -139,6 +139,8 @@ class _DelayedProduct(torch.autograd.Function):
     """A placeholder in the shape of the product of `x` [..., inputs] with a detached weight; the backward is
     the product's."""
 
+    works_on_rows = True
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, out_dim: int) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.weight, ctx.out_dim = weight, out_dim
@@ -153,6 +155,8 @@ class _DelayedProduct(torch.autograd.Function):
 class _ScatterProductInChunks(torch.autograd.Function):
     """This rank's positions of the sum over ranks of a delayed product, of `given` (input and weight)."""
 
+    works_on_rows, divided_dim = True, POSITION_DIM
+
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
@@ -165,7 +169,7 @@ class _ScatterProductInChunks(torch.autograd.Function):
         ctx.group, ctx.length = group, length
         by_outputs, count = weight.t() if out_dim == 0 else weight, x.shape[0]
         parts, waits = list[torch.Tensor](), list[Wait]()
-        for chunk in chunks_of_positions(length, group, PRODUCT_CHUNKS):
+        for chunk in chunks_of_positions(length, group, PRODUCT_CHUNKS) if count else ():
             rows = torch.cat([x[:, start:stop].flatten(0, -2) for start, stop in chunk])
             product = rows @ by_outputs
             lengths = [count * (stop - start) * product.shape[1] for start, stop in chunk]

@@ -7,6 +7,10 @@ Recomputation in Large Transformer Models", 2022, figure 5). So what a layer kee
 to a tp-th; an all-reduce becomes a reduce-scatter and an all-gather, and the ends of the layer gather once
 more in each direction. The sequence length need not be divisible by tp: a rank may have fewer positions, or
 none.
+
+With context parallelism, the layer's input has a rank's rows of the sequence, and the ranks of tp that share
+them divide these. What lies between cut scopes treats each position by itself, so it needs no knowledge of
+which positions a rank has.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ def _own_positions(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
 
 def gather_all_positions(x: torch.Tensor, group: ReplicaGroup, length: int) -> torch.Tensor:
     """Concatenates all ranks' positions in order."""
+    if not x.shape[0] * length:  # rows of a sequence, or frames, may be fewer than ranks of cp
+        return x.clone()
     sizes = _position_counts(length, group)
     row = x.shape[0] * x.shape[2:].numel()
     flat = group.all_gather(x.contiguous().view(-1), [n * row for n in sizes]).split([n * row for n in sizes])
@@ -51,6 +57,8 @@ def _sum_own_positions(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
 def start_sum_of_positions(x: torch.Tensor, group: ReplicaGroup) -> tuple[torch.Tensor, Wait]:
     """Starts to sum `x` over all ranks. Returns the tensor that has this rank's positions of the sum once the
     wait has been called."""
+    if not x.shape[:2].numel():
+        return x.clone(), lambda: None
     sizes = _position_counts(x.shape[POSITION_DIM], group)
     row = x.shape[0] * x.shape[2:].numel()
     flat = torch.cat([part.reshape(-1) for part in x.split(sizes, POSITION_DIM)])
@@ -69,7 +77,19 @@ def chunks_of_positions(length: int, group: ReplicaGroup, count: int) -> list[li
     return [chunk for chunk in found if any(a < b for a, b in chunk)]
 
 
+class _LikeInput(torch.autograd.Function):
+    """Returns a placeholder without memory in the shape of `x`, with the rows of a sequence that `x` has."""
+
+    works_on_rows = True  # of a sequence (`secc.runtime.context_parallel`)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.new_empty(()).expand(x.shape)
+
+
 class _SplitPositions(torch.autograd.Function):
+    works_on_rows, divided_dim = True, POSITION_DIM
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.group, ctx.length = group, x.shape[POSITION_DIM]
@@ -81,17 +101,25 @@ class _SplitPositions(torch.autograd.Function):
 
 
 class _GatherPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ReplicaGroup, length: int, parts: bool) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group, ctx.parts = group, parts
-        return gather_all_positions(x, group, length)
+    """All ranks' positions `x`, as many as `like` has and of the same rows."""
+
+    works_on_rows = True
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (_sum_own_positions if ctx.parts else _own_positions)(gradient, ctx.group), None, None, None
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, like: torch.Tensor, x: torch.Tensor, group: ReplicaGroup, parts: bool
+    ) -> torch.Tensor:
+        ctx.group, ctx.parts = group, parts
+        return gather_all_positions(x, group, like.shape[POSITION_DIM])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, (_sum_own_positions if ctx.parts else _own_positions)(gradient, ctx.group), None, None
 
 
 class _ReduceScatterPositions(torch.autograd.Function):
+    works_on_rows, divided_dim = True, POSITION_DIM
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.group, ctx.length = group, x.shape[POSITION_DIM]
@@ -106,19 +134,20 @@ class SequencePositions:
     """Splits, gathers and reduce-scatters the positions of the running layer."""
 
     def __init__(self, group: ReplicaGroup) -> None:
-        self.group, self.sequence_length = group, 0
+        self.group, self._like = group, torch.empty(0)
 
     def split_positions(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's positions [rows, own positions, width] of `x` [rows, positions, width], which
         all ranks hold."""
-        self.sequence_length = x.shape[POSITION_DIM]
+        with torch.no_grad():
+            self._like = _LikeInput.apply(x)  # pyright: ignore
         return _SplitPositions.apply(x, self.group)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
     def gather_positions(self, x: torch.Tensor, parts: bool) -> torch.Tensor:
         """Concatenates all ranks' positions `x` [rows, own positions, width] to [rows, positions, width].
         With `parts`, the consumers compute a part on each rank, so gradients are summed over ranks; otherwise
         all ranks compute the same, and each takes its own positions of the gradient."""
-        return _GatherPositions.apply(x, self.group, self.sequence_length, parts)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
+        return _GatherPositions.apply(self._like, x, self.group, parts)  # pyright: ignore[reportUnknownMemberType,reportReturnType]
 
     def reduce_scatter_positions(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's positions of the sum of `x` [rows, positions, width] over all ranks."""

@@ -129,7 +129,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _batch(length: int, padded: bool) -> Batch:
+def make_batch(length: int, padded: bool) -> Batch:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 60, (2, length), generator=generator)
     labels, mask = ids.clone(), torch.ones_like(ids)
@@ -141,7 +141,7 @@ def _batch(length: int, padded: bool) -> Batch:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_on_rows_has_the_loss_and_gradients_of_one_rank(name: str) -> None:
     torch.manual_seed(0)
-    assert_same(WithLoss(MODELS[name]()), _batch(13, padded=True), 2)
+    assert_same(WithLoss(MODELS[name]()), make_batch(13, padded=True), 2)
 
 
 def _mistral() -> nn.Module:
@@ -242,7 +242,7 @@ MORE_MODELS: dict[str, Callable[[], nn.Module]] = MODELS | {
 
 def _padded_batch(name: str, length: int, left: bool) -> Batch:
     """Two samples, one of them padded, with the other inputs that the model takes."""
-    batch = _batch(length, padded=True)
+    batch = make_batch(length, padded=True)
     if left:
         batch = {key: value.flip(1) for key, value in batch.items()}
     batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -293,7 +293,7 @@ def test_state_spaces_stay_whole(kind: str) -> None:
 @pytest.mark.parametrize(("length", "count"), [(3, 4), (2, 2), (9, 4)])
 def test_lengths_need_not_divide_and_ranks_may_have_no_rows(length: int, count: int) -> None:
     torch.manual_seed(0)
-    mode = assert_same(WithLoss(_llama()), _batch(length, padded=False), count)
+    mode = assert_same(WithLoss(_llama()), make_batch(length, padded=False), count)
     assert not mode.gathered
 
 
@@ -311,7 +311,7 @@ def test_keys_and_values_are_gathered_before_heads_are_repeated(
         return gather(group, tensor, lengths)
 
     monkeypatch.setattr(ThreadGroup, "all_gather", all_gather)
-    assert_same(WithLoss(_llama(attn_implementation=attention)), _batch(13, padded=True), 4)
+    assert_same(WithLoss(_llama(attn_implementation=attention)), make_batch(13, padded=True), 4)
     key_entries = 2 * 13 * 2 * 8  # samples, rows, heads, width
     layers, tensors = 2, 2
     assert sum(n for n in sent if n > 13) == layers * tensors * key_entries
@@ -377,7 +377,7 @@ def test_ranks_exchange_rows_for_heads(
     sizes = WIDTHS | {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
     model = WithLoss(hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)))
     counted = AllToAlls(monkeypatch)
-    assert not assert_same(model, _batch(length, padded), count, "ulysses").gathered
+    assert not assert_same(model, make_batch(length, padded), count, "ulysses").gathered
     heads, layers, directions = 8 + 4 + 4 + 8, 2, 2
     assert sum(counted.exchanged) == 2 * length * heads * 8 * layers * directions
     assert not [n for n in counted.gathered if n >= length * 8]
@@ -390,7 +390,7 @@ def test_heads_are_exchanged_before_they_are_repeated_in_order(
     """Heads that are repeated 0, 0, 1, 1 travel once; those repeated 0, 1, 0, 1 travel as they are."""
     torch.manual_seed(0)
     counted = AllToAlls(monkeypatch)
-    assert_same(Decoder(how), _batch(9, padded=False), 2, "ulysses")
+    assert_same(Decoder(how), make_batch(9, padded=False), 2, "ulysses")
     layers, directions = 2, 2
     assert sum(counted.exchanged) == 2 * 9 * 4 * 4 * exchanges * layers * directions
 
@@ -399,7 +399,7 @@ def test_heads_are_exchanged_before_they_are_repeated_in_order(
 def test_attention_without_a_share_of_heads_gathers(name: str) -> None:
     """2 heads of keys and values on 4 ranks, biases of each head, and products in the model's own code."""
     torch.manual_seed(0)
-    assert_same(WithLoss(MODELS[name]()), _batch(13, padded=True), 4, "ulysses")
+    assert_same(WithLoss(MODELS[name]()), make_batch(13, padded=True), 4, "ulysses")
 
 
 class PackedAttention(nn.Module):
@@ -550,7 +550,7 @@ def test_a_layer_that_mixes_rows_stays_whole_with_the_reason() -> None:
 
 def test_experts_work_on_rows_by_themselves() -> None:
     torch.manual_seed(0)
-    model, batch = _gpt_oss(), _batch(7, padded=False)
+    model, batch = _gpt_oss(), make_batch(7, padded=False)
     layer = model.get_submodule("model.layers.0")
     calls: list[tuple[Any, Any]] = []
     hook = layer.register_forward_pre_hook(

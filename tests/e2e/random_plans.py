@@ -100,6 +100,16 @@ def draw_random_plan(
     )
 
 
+def has_section_with(wanted: WantedPlan, pins: Sequence[str]) -> bool:
+    """Whether one section of a plan has all of these pins, given as "cp" for any above 1 or as
+    "norms=sequence"; true for none."""
+    by_section: dict[str, set[str]] = {}
+    for pin in wanted.pins:
+        section, _, choice = pin.rpartition(".")
+        by_section.setdefault(section, set()).update((choice, choice.partition("=")[0]))
+    return not pins or any(words.issuperset(pins) for words in by_section.values())
+
+
 def _draw_groups(rng: random.Random, names: Sequence[str]) -> list[list[str]]:
     """Groups sections by the devices they share; mostly each has its own."""
     found: list[list[str]] = []
@@ -237,6 +247,7 @@ def list_features(made: CompiledPlan) -> tuple[str, ...]:
             f"{axis}={n}" for axis in ("tp", "pp", "cp", "dp", "ep") if (n := getattr(s.mesh, axis)) > 1
         }
         found |= {f"cp per {s.cp_per}"} if s.may_deal else set()
+        found |= {"norms=sequence" + " with cp" * (s.mesh.cp > 1)} if s.norms == "sequence" else set()
         found |= {s.sharding, f"recompute={s.recompute}"} - {"none", "recompute=none"}
     found |= {f"chunks in a {s.placement}" for s in made.plan.sections if s.chunks > 1}
     found |= {"split backward" for s in made.plan.sections if s.weight_permille}

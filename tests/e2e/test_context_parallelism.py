@@ -34,17 +34,31 @@ ROWS: dict[str, list[tuple[int, str]]] = {
         (8, "cp=2 pp=2 tp=2 micro_batch=1 backward=split overlap=both sharding=zero1"),
         (4, "cp=2 tp=2 norms=sequence micro_batch=2"),
         (8, "cp=2 pp=2 tp=2 norms=sequence micro_batch=1 backward=split overlap=both"),
+        (8, "cp=4 tp=2 norms=sequence micro_batch=2 sharding=zero3 recompute=full overlap=both"),
     ],
-    "llama_short": [(2, "cp=2 micro_batch=1"), (4, "cp=4 micro_batch=2")],
+    "llama_short": [
+        (2, "cp=2 micro_batch=1"),
+        (4, "cp=4 micro_batch=2"),
+        (8, "cp=4 tp=2 norms=sequence micro_batch=1 overlap=both"),
+    ],
     "qwen3": [
         (4, "cp=2 pp=2 micro_batch=3"),
         (4, "cp=4 recompute=selective"),
         (4, "cp=2 pp=2 micro_batch=1 backward=split recompute=full"),
         (4, "cp=2 tp=2 norms=sequence recompute=selective bf16"),
+        (8, "cp=2 pp=2 tp=2 norms=sequence micro_batch=3 bf16 overlap=both"),
     ],
-    "gemma3_text": [(2, "cp=2 sharding=zero1 micro_batch=2"), (4, "cp=4 bf16")],
+    "gemma3_text": [
+        (2, "cp=2 sharding=zero1 micro_batch=2"),
+        (4, "cp=4 bf16"),
+        (4, "cp=2 tp=2 norms=sequence recompute=full overlap=backward"),
+    ],
     "gemma3_text_left": [(2, "cp=2 recompute=full"), (4, "cp=4 micro_batch=2")],
-    "mistral": [(4, "cp=2 dp=2 sharding=zero3"), (4, "cp=4 recompute=full")],
+    "mistral": [
+        (4, "cp=2 dp=2 sharding=zero3"),
+        (4, "cp=4 recompute=full"),
+        (8, "cp=2 dp=2 tp=2 norms=sequence sharding=zero3"),
+    ],
     "bloom": [(4, "cp=2 tp=2 micro_batch=3"), (4, "cp=4 micro_batch=2")],
     "whisper_padded": [
         (3, "encoder.dp=1 decoder.cp=2 decoder.sharding=zero3"),
@@ -60,12 +74,14 @@ ROWS: dict[str, list[tuple[int, str]]] = {
         (3, "vision_tower.dp=1 language_model.cp=2 language_model.micro_batch=2"),
         (5, "vision_tower.dp=1 language_model.cp=4 language_model.sharding=zero1"),
         (4, "vision_tower.cp=3 language_model.dp=1 vision_tower.micro_batch=1"),
+        (5, "vision_tower.dp=1 language_model.cp=2 language_model.tp=2 language_model.norms=sequence"),
     ],
     "qwen2_5_vl": [
         (3, "visual.dp=1 language_model.cp=2 language_model.recompute=full"),
         (3, "visual.cp=2 language_model.dp=1 visual.recompute=full"),
         (5, "visual.cp=3 language_model.cp=2 visual.micro_batch=1"),
         (5, "visual.dp=1 language_model.cp=4 language_model.micro_batch=2"),
+        (5, "visual.dp=1 language_model.cp=2 language_model.tp=2 language_model.norms=sequence"),
     ],
     "video_frames": [
         (3, "tower.cp=2 decoder.dp=1 tower.recompute=full"),
@@ -75,6 +91,7 @@ ROWS: dict[str, list[tuple[int, str]]] = {
         (4, "encoder.cp=2 decoder.cp=2 decoder.sharding=zero3"),
         (5, "encoder.dp=1 decoder.cp=4 decoder.micro_batch=2"),
         (6, "encoder.dp=2 decoder.dp=2 decoder.cp=2 decoder.sharding=zero3"),
+        (5, "encoder.cp=2 encoder.tp=2 encoder.norms=sequence decoder.dp=1"),
     ],
     "gpt_oss": [(4, "cp=2 tp=2 micro_batch=2"), (4, "cp=4 recompute=full micro_batch=3")],
     "bamba": [(2, "cp=2 micro_batch=2"), (4, "cp=4 sharding=zero3")],
@@ -84,6 +101,7 @@ ULYSSES: dict[str, list[tuple[int, str]]] = {
     "llama_heads": [
         (2, "cp=2 micro_batch=3"),
         (4, "cp=2 tp=2 recompute=selective micro_batch=2"),
+        (4, "cp=2 tp=2 norms=sequence micro_batch=2"),
         (4, "cp=4 sharding=zero3 recompute=full"),
         (4, "cp=2 pp=2 bf16"),
     ],
@@ -98,6 +116,7 @@ FRAMES = [
     (6, "blocks.cp=4 blocks.sharding=zero3 layers.dp=1 decoder.dp=1 blocks.micro_batch=2"),
     (6, "blocks.dp=1 layers.cp=2 layers.pp=2 decoder.dp=1 layers.micro_batch=3"),
     (6, "blocks.dp=1 layers.cp=2 layers.tp=2 decoder.dp=1 layers.recompute=selective"),
+    (6, "layers.dp=1 blocks.cp=2 blocks.tp=2 blocks.norms=sequence decoder.dp=1"),
     (8, "blocks.cp=2 layers.cp=2 layers.dp=2 decoder.cp=2 layers.sharding=zero2"),
 ]
 CHOSEN = {"": ROWS, "gather": {"llama_heads": [(2, "cp=2")]}, "ulysses": ULYSSES}
@@ -132,6 +151,8 @@ def test_a_plan_with_cp_trains_as_plain_pytorch(
     assert max(s.mesh.cp for s in made.plan.user_sections) == max(
         int(pin.rpartition("=")[2]) for pin in wanted if ".cp=" in pin
     )
+    if "norms=sequence" in pins:
+        assert "sequence" in {s.norms for s in made.plan.user_sections if s.mesh.cp > 1}
     if attention:
         assert {s.row_attention for s in made.plan.user_sections} == {attention}
         assert f"model.attention={attention}" in plan_pins(made.plan)

@@ -4,7 +4,7 @@ dtype and way to run, together.
     pytest -m slow tests/e2e/test_random_plans.py --plans 300 --hypothesis-seed 7 -s
 
 draws 300 plans, shared evenly by the models; without the options there are a few for each and the seed is 0.
-`--axis cp` draws only plans in which a section has cp.
+`--having cp,norms=sequence` draws only plans in which a section has these pins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.e2e.random_plans import RunOutcome, draw_random_plan, try_plan
+from tests.e2e.random_plans import RunOutcome, draw_random_plan, has_section_with, try_plan
 from tests.e2e.reference_runs import ReferencedModel
 
 NAMES = (
@@ -53,7 +53,7 @@ def test_many_random_plans_train_exactly(name: str, request: pytest.FixtureReque
         request.config.getoption("plans") // (len(NAMES) + len(EXPERTS) + len(PACKED)),
         request.config.getoption("hypothesis_seed") or 0,
     )
-    axis = request.config.getoption("axis")
+    having = [pin for pin in request.config.getoption("having").split(",") if pin]
     tried, had = list[RunOutcome](), Counter[str]()
 
     @seed(first)
@@ -66,7 +66,7 @@ def test_many_random_plans_train_exactly(name: str, request: pytest.FixtureReque
             f"{name} {first} {rng.getrandbits(64)}"
         )  # hypothesis begins with the same draw whatever the seed
         wanted = draw_random_plan(own, sections, DTYPES, EXPERTS.get(name, 0))
-        while axis and not any(f".{axis}=" in pin for pin in wanted.pins):
+        while not has_section_with(wanted, having):
             wanted = draw_random_plan(own, sections, DTYPES, EXPERTS.get(name, 0))
         outcome = try_plan(model, wanted, folder)
         tried.append(outcome)

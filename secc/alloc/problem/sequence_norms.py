@@ -24,7 +24,6 @@ def list_norms(work: Workload, load: SectionLoad, shape: ReplicaShape, pins: Pin
         return ("sequence",) if pins.splits_sequence(load.name) and shape.tp > 1 else ("whole",)
     possible = (
         shape.tp > 1
-        and shape.cp == 1
         and not load.cost.experts
         and work.cluster.device.backend != "cpu"
         and f"{load.name}.norms=sequence" not in pins.refused

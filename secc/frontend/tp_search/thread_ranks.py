@@ -15,7 +15,7 @@ import torch
 RANK_TIMEOUT_SECONDS = 60.0  # seconds that a rank waits for the others
 
 
-class _ThreadExchange:
+class ThreadExchange:
     """Exchanges one tensor of each rank with all ranks."""
 
     def __init__(self, size: int) -> None:
@@ -32,7 +32,7 @@ class _ThreadExchange:
 class ThreadGroup:
     """A `Group` of `secc.runtime.tensor_parallel.group` with threads as ranks."""
 
-    def __init__(self, index: int, size: int, meeting: _ThreadExchange) -> None:
+    def __init__(self, index: int, size: int, meeting: ThreadExchange) -> None:
         self.index, self.size, self._exchange = index, size, meeting
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class ThreadGroup:
 def run_thread_ranks(count: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
     """Runs `work(group)` on `count` ranks and returns the results in order. Raises what the first failing
     rank raised."""
-    meeting = _ThreadExchange(count)
+    meeting = ThreadExchange(count)
     results: list[Any] = [None] * count
     errors: list[BaseException] = []
 

@@ -57,6 +57,12 @@ def test_the_faster_way_comes_first() -> None:
     assert solve(build_sequence_workload(2048, 10**8)).norms == "sequence"  # pyright: ignore[reportOptionalMemberAccess]
 
 
+def test_ranks_of_tp_may_divide_the_rows_of_a_rank_of_cp() -> None:
+    shape = ReplicaShape(tp=4, cp=2)
+    assert norms_of_shape(build_sequence_workload(2048, 0), shape) == ("whole", "sequence")
+    assert norms_of_shape(build_sequence_workload(2048, 10**8), shape) == ("sequence",)
+
+
 def test_parts_of_the_sequence_are_taken_where_memory_needs_them() -> None:
     """150,000 tokens keep 300 GB: a rank 38% of it with whole sequences, 23% with parts."""
     work = build_sequence_workload(150_000, 0)
@@ -67,7 +73,7 @@ def test_parts_of_the_sequence_are_taken_where_memory_needs_them() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "cluster"),
-    [(ReplicaShape(tp=1), "1x8xH100"), (ReplicaShape(tp=4, cp=2), "1x8xH100"), (TP_8, "1x8xcpu")],
+    [(ReplicaShape(tp=1), "1x8xH100"), (ReplicaShape(cp=8), "1x8xH100"), (TP_8, "1x8xcpu")],
     ids=["one rank", "cp", "CPUs"],
 )
 def test_whole_sequences_are_the_only_way(shape: ReplicaShape, cluster: str) -> None:
