@@ -386,10 +386,12 @@ def _candidates_of_parts(
                     failed = exceeded.setdefault((mode, rank.shape, dp * rank.shape.cp > 1), [])
                     if any(all(map(le, less, held)) for less in failed):
                         continue
-                    found = price_fitting_candidates(work, rank, dp, size, *mode, capacity)
-                    if found:
+                    fitting = price_fitting_candidates(work, rank, dp, size, *mode, capacity)
+                    found += fitting
+                    # Stages with less memory in use hold more micro-batches, and wait less for each other.
+                    if fitting and shape.pp == 1:
                         break
-                    if rank.shape.offload == "none":
+                    if not fitting and rank.shape.offload == "none":
                         failed.append(held)
                 by_count[dp] += (replace(c, **limits) for c in found) if limits else found
         if not times.any_within:

@@ -5,8 +5,8 @@ The search starts with the solver's plan and plans of other kinds (`secc.alloc.r
 to the best neighbour until none is better, `MAX_EVALUATED_PLANS` were evaluated, or the scheduled tasks reach
 a budget. A neighbour differs in one thing: one section runs as another candidate on as many ranks, or ranks
 move from one group to another, or idle ranks are added to a group. Neighbours are ranked by the closed forms,
-such that each section gets its first neighbour before any gets its second, and other (tp, pp, ranks) come
-before other micro-batches. A plan does not count if its scheduled step exceeds memory.
+such that each section gets its first neighbour before any gets its second, and other (tp, pp, norms, ranks)
+come before other micro-batches. A plan does not count if its scheduled step exceeds memory.
 
 Closed forms may misjudge a section on few ranks. So the search goes on with plans that take ranks to the
 section that the schedule of the best plan shows to be busiest, until none of them is better.
@@ -484,10 +484,10 @@ class _LocalSearch:
             count_of_kind[kind] += 1
         return [plan for _, plan in sorted(zip(order, plans, strict=True), key=lambda p: p[0])]
 
-    def _parallel_shape(self, a: Assignment, section: str) -> tuple[int, int, int, int]:
-        """(tp, pp, cp, ranks) of a section in a plan."""
+    def _parallel_shape(self, a: Assignment, section: str) -> tuple[int, int, int, str, int]:
+        """(tp, pp, cp, norms, ranks) of a section in a plan."""
         c = self.problem.sections[section][a.choice[section]]
-        return c.tp, c.pp, c.cp, c.ranks
+        return c.tp, c.pp, c.cp, c.norms, c.ranks
 
     def _feasible_plans(self, options: Iterable[Assignment]) -> list[Assignment]:
         """Plans that violate no constraint, best first by the closed forms."""
