@@ -180,8 +180,10 @@ class _ScatterProductInChunks(torch.autograd.Function):
         for wait in waits:
             wait()
         filled = [part for part in parts if part.shape[POSITION_DIM]]
-        empty = x.new_empty(count, 0, by_outputs.shape[1])
-        return torch.cat(filled, POSITION_DIM) if filled else empty
+        if filled:
+            return torch.cat(filled, POSITION_DIM)
+        start, stop = slice_bounds(length, group.index, group.size)
+        return x.new_empty(count, stop - start, by_outputs.shape[1])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]

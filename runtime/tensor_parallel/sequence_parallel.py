@@ -38,7 +38,7 @@ def _own_positions(x: torch.Tensor, group: ReplicaGroup) -> torch.Tensor:
 def gather_all_positions(x: torch.Tensor, group: ReplicaGroup, length: int) -> torch.Tensor:
     """Concatenates all ranks' positions in order."""
     if not x.shape[0] * length:  # rows of a sequence, or frames, may be fewer than ranks of cp
-        return x.clone()
+        return x.new_empty(x.shape[0], length, *x.shape[2:])
     sizes = _position_counts(length, group)
     row = x.shape[0] * x.shape[2:].numel()
     flat = group.all_gather(x.contiguous().view(-1), [n * row for n in sizes]).split([n * row for n in sizes])
@@ -58,7 +58,7 @@ def start_sum_of_positions(x: torch.Tensor, group: ReplicaGroup) -> tuple[torch.
     """Starts to sum `x` over all ranks. Returns the tensor that has this rank's positions of the sum once the
     wait has been called."""
     if not x.shape[:2].numel():
-        return x.clone(), lambda: None
+        return _own_positions(x, group), lambda: None
     sizes = _position_counts(x.shape[POSITION_DIM], group)
     row = x.shape[0] * x.shape[2:].numel()
     flat = torch.cat([part.reshape(-1) for part in x.split(sizes, POSITION_DIM)])

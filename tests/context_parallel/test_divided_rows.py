@@ -57,6 +57,7 @@ def _run_rank(
     batch: Batch,
     layers: dict[str, tuple[TpMapping, list[Shard]]],
     overlap: str,
+    attention: str,
     groups: tuple[ThreadGroup, ThreadGroup],
 ) -> tuple[Any, dict[str, Any]]:
     tp, cp = groups
@@ -70,26 +71,39 @@ def _run_rank(
             parameter.data = cut.take_shard(parameter.data)
         for name, norm in layer.named_modules():
             if "layernorm" in name:  # not those of queries and keys
-                norm.register_forward_pre_hook(lambda _, args: seen.append(_own_positions(args[0])))
+                norm.register_forward_pre_hook(
+                    lambda _, args: seen.append(_own_positions(args[0], attention))
+                )
         apply_styles(layer, mapping.sequence_styles(mapping.draws_random), tp, shards, overlap=overlap)
-    loss, gradients, mode = run_on_rows(part, batch, cp)
-    rows = deal_rows(batch["input_ids"].shape[1], cp.size).counts[cp.index]
+    loss, gradients, mode = run_on_rows(part, batch, cp, attention)
+    length = batch["input_ids"].shape[1]
+    rows = length if attention == "frames" else deal_rows(length, cp.size).counts[cp.index]
     start, stop = slice_bounds(rows, tp.index, tp.size)
     assert set(seen) == {stop - start} and not mode.gathered
     return loss, gradients
 
 
-def _own_positions(hidden: torch.Tensor) -> int:
-    assert mark_of(hidden) is None
+def _own_positions(hidden: torch.Tensor, attention: str) -> int:
+    assert (mark_of(hidden) is None) == (attention != "frames")
     with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
         return hidden.shape[1]
 
 
 @pytest.mark.parametrize("overlap", ["none", "both"])
 @pytest.mark.parametrize("length", [13, 3])
-@pytest.mark.parametrize("name", ["grouped queries", "eager attention", "windows"])
-def test_norms_work_on_positions_of_rows(name: str, length: int, overlap: str) -> None:
-    """Of 13 positions ranks of cp get 4 or 3, which 2 ranks do not divide; of 3, some get none."""
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("grouped queries", "gather"),
+        ("grouped queries", "ulysses"),
+        ("grouped queries", "frames"),
+        ("eager attention", "gather"),
+        ("windows", "gather"),
+    ],
+)
+def test_norms_work_on_positions_of_rows(name: str, attention: str, length: int, overlap: str) -> None:
+    """Of 13 positions ranks of cp get 4 or 3, which 2 ranks do not divide; of 3, some get none. Of frames,
+    which are the 2 entries of the batch, two ranks of cp get one and two none."""
     torch.manual_seed(0)
     model, batch, grid = WithLoss(MODELS[name]()), make_batch(length, padded=True), _Grid(2, 4)
     layers = _find_layers(model, batch, grid.tp)
@@ -100,7 +114,7 @@ def test_norms_work_on_positions_of_rows(name: str, length: int, overlap: str) -
     expected = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
     ranks = run_thread_ranks(
-        grid.tp * grid.cp, lambda g: _run_rank(model, batch, layers, overlap, grid.groups(g.index))
+        grid.tp * grid.cp, lambda g: _run_rank(model, batch, layers, overlap, attention, grid.groups(g.index))
     )
     for found, _ in ranks:
         assert torch.allclose(found, loss.detach(), rtol=1e-6)

@@ -116,7 +116,6 @@ FRAMES = [
     (6, "blocks.cp=4 blocks.sharding=zero3 layers.dp=1 decoder.dp=1 blocks.micro_batch=2"),
     (6, "blocks.dp=1 layers.cp=2 layers.pp=2 decoder.dp=1 layers.micro_batch=3"),
     (6, "blocks.dp=1 layers.cp=2 layers.tp=2 decoder.dp=1 layers.recompute=selective"),
-    (6, "layers.dp=1 blocks.cp=2 blocks.tp=2 blocks.norms=sequence decoder.dp=1"),
     (8, "blocks.cp=2 layers.cp=2 layers.dp=2 decoder.cp=2 layers.sharding=zero2"),
 ]
 CHOSEN = {"": ROWS, "gather": {"llama_heads": [(2, "cp=2")]}, "ulysses": ULYSSES}
