@@ -2,7 +2,9 @@
 parallelism, Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022).
 
 Ranks then keep less and move less memory, and exchange a quarter more. Candidates would double if each came
-in both forms, so the faster one counts; the other one is priced only where the faster one does not fit.
+in both forms, so the faster one counts; the other one is priced only where the faster one does not fit, and
+for stages, which wait less for each other if they have memory for more micro-batches. With cp, ranks of tp
+divide the rows of a rank.
 """
 
 from __future__ import annotations

@@ -19,9 +19,10 @@ from tests.alloc.problem.test_row_parts import GRAPH
 TP_8 = ReplicaShape(tp=8)
 
 
-def build_sequence_workload(length: int, moved: int, cluster: str = "1x8xH100") -> Workload:
+def build_sequence_workload(length: int, moved: int, cluster: str = "1x8xH100", layers: int = 1) -> Workload:
     """A decoder that keeps 2 MB for each token of samples of one length, and moves `moved` bytes for each."""
     text = GRAPH.format(mean=length).replace('"1000000*B*S"', f'"{moved}*B*S"')
+    text = text.replace(" layers 1 {", f" layers {layers} {{")
     text = text.replace(" bytes = 4", " tp = [2 : i64, 4 : i64, 8 : i64], bytes = 4", 1)
     graph = graph_of(parse_module(text))
     graph.attributes[SAMPLES_ATTRIBUTE] = samples_attr(
@@ -69,6 +70,17 @@ def test_parts_of_the_sequence_are_taken_where_memory_needs_them() -> None:
     found = solve(work)
     assert found is not None and found.norms == "sequence"
     assert solve(work, refused="lm.norms=sequence") is None
+
+
+def test_stages_come_in_both_forms() -> None:
+    """The form with less memory is slower here, so it counts only for stages."""
+    work = build_sequence_workload(8192, 0, layers=8)
+    problem = build_problem(work, 8, "auto", parse_pins(["lm.tp=2", "lm.cp=1"], ["lm"], []))
+    forms: dict[tuple[object, ...], set[str]] = {}
+    for c in problem.sections["lm"]:
+        choices = c.dp, c.micro_batch, c.recompute, c.sharding, c.backward_parts
+        forms.setdefault((c.pp > 1, *choices), set()).add(c.norms)
+    assert {key[0] for key, norms in forms.items() if len(norms) == 2} == {True}
 
 
 @pytest.mark.parametrize(
