@@ -15,6 +15,8 @@ cannot answer: `secc.driver.section_variants` allocates both variants and hands 
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -287,7 +289,7 @@ def _common_path_length(a: str, b: str) -> int:
 def _declare_sections(graph: GraphOp, grouping: BlockGrouping) -> None:
     """Inserts a `sec.section` for each group before the cases, producers first."""
     taken: list[str] = []
-    modules = _modules_of_groups(grouping.groups)
+    modules = _modules_of_groups(graph, grouping.groups)
     for group in grouping.sort_groups():
         name = group.pinned or to_identifier(shortest_tail(modules[group], set(modules.values())))
         if name in taken:
@@ -305,14 +307,25 @@ def _declare_sections(graph: GraphOp, grouping: BlockGrouping) -> None:
         _insert_before_cases(graph, section)
 
 
-def _modules_of_groups(groups: Sequence[BlockGroup]) -> dict[BlockGroup, str]:
+def _modules_of_groups(graph: GraphOp, groups: Sequence[BlockGroup]) -> dict[BlockGroup, str]:
     """Returns the module that each group is named after: its component, or where several groups share that,
-    the innermost module around the blocks of each."""
+    the innermost module around the blocks of each. If that is the model, it is the group's largest block or
+    list of blocks."""
     components = [g.component for g in groups]
     return {
-        g: (_common_module(g.blocks) if components.count(g.component) > 1 else "") or g.component
+        g: g.component
+        if components.count(g.component) == 1
+        else _common_module(g.blocks) or g.component or _largest_module(graph, g.blocks)
         for g in groups
     }
+
+
+def _largest_module(graph: GraphOp, blocks: Sequence[str]) -> str:
+    """The block, or list of blocks, with the most parameters."""
+    sizes = Counter[str]()
+    for path in blocks:
+        sizes[re.sub(r"(\.\d+)+$", "", path)] += graph.blocks[path].params.data
+    return max(sizes, key=sizes.__getitem__)
 
 
 def _common_module(blocks: Sequence[str]) -> str:

@@ -52,9 +52,11 @@ from secc.passes.loss.numerators import SAMPLE_COUNT_SYMBOL, Share, as_scalar, m
 from secc.passes.loss.placed_rows import find_placed_rows
 from secc.passes.loss.term_names import (
     CONSTANT_TERM,
+    PartIdentity,
     StructureDigests,
     TermNames,
     depends_on_parameters_alone,
+    match_identities,
     part_identities,
     term_label,
 )
@@ -135,7 +137,7 @@ class NormalizeLoss(ModulePass):
         if any(c.gathers for c in contexts):
             declare_all_samples(graph, self.global_batch)
         names, structure = TermNames(), StructureDigests()
-        keys = [part_identities(f.parts, structure) for f in found]
+        keys = match_identities([(f.pattern, part_identities(f.parts, structure)) for f in found])
         one = len({key for known in keys for key in known}) == 1
         shares = _find_shares(found, keys, structure)
         coefficients = [
@@ -168,14 +170,14 @@ def _find_case_terms(case: CaseOp, context: LossContext, state: ValueState) -> C
 
 
 def _find_shares(
-    found: list[CaseTerms], keys: list[list[tuple[object, ...]]], structure: StructureDigests
-) -> list[dict[tuple[object, ...], Share]]:
+    found: list[CaseTerms], keys: list[list[PartIdentity]], structure: StructureDigests
+) -> list[dict[PartIdentity, Share]]:
     """Finds what gives micro-batches of each case their shares of parts that count once for the batch if some
     sample has an optional input: parts that parameters alone decide (the weight of a task), or that a block
     computes from all samples. It is the number of rows of such an input, which has none of samples without
     it. If every input has rows of all samples of a micro-batch, it is a divisor of the same cases that adds
     up over samples."""
-    shares: list[dict[tuple[object, ...], Share]] = [{} for _ in found]
+    shares: list[dict[PartIdentity, Share]] = [{} for _ in found]
     for i, (f, known) in enumerate(zip(found, keys, strict=True)):
         for key, part in zip(known, f.parts, strict=True):
             if not (depends_on_parameters_alone(part) or _is_of_whole_batch(f.context, part)):
@@ -241,8 +243,8 @@ def _source_line_of(value: SSAValue) -> str:
 
 def _rewrite_case(
     found: CaseTerms,
-    keys: list[tuple[object, ...]],
-    shares: dict[tuple[object, ...], Share],
+    keys: list[PartIdentity],
+    shares: dict[PartIdentity, Share],
     names: TermNames,
     structure: StructureDigests,
     only: str | None,
@@ -269,7 +271,7 @@ def _rewrite_case(
     for key, statistic in zip(part_identities([s.part for s in statistics]), statistics, strict=True):
         origin = statistic.part.origin
         label = f"{STATISTIC_PREFIX}{origin.base_name if origin is not None else CONSTANT_TERM}"
-        current = names.name_term((STATISTIC_PREFIX, *key), label)
+        current = names.name_term((STATISTIC_PREFIX, key), label)
         name_statistic(statistic, current)
         values = [statistic.numerator, emitter.emit_coefficient(statistic.coefficient)]
         properties = {"sym": StringAttr(current)} | _where_property(statistic.part)
@@ -279,7 +281,7 @@ def _rewrite_case(
     origins = [SumPart(UNIT_COEFFICIENT, g.rows, True, _computation_of(g.rows)) for g in gathers]
     for key, part, gathered in zip(part_identities(origins), origins, gathers, strict=True):
         label = f"{GATHERED_PREFIX}{gathered.blocks[0] if gathered.blocks else term_label(part)}"
-        current = names.name_term((GATHERED_PREFIX, *key), label)
+        current = names.name_term((GATHERED_PREFIX, key), label)
         gathered.op.properties["args"] = StringAttr(f'$0, "{current}"')
         properties = {"sym": StringAttr(current)} | _where_property(part)
         terms.append(shop.add_op(TermOp.create(operands=[gathered.rows], properties=properties)))
@@ -296,7 +298,7 @@ def _rewrite_case(
         written[current] = structure.describe_coefficient(coefficient)
     for name, parts in found.logged.items():
         for key, part in zip(part_identities(parts), parts, strict=True):
-            current = names.name_term((LOGGED_PREFIX, name, *key), f"{LOGGED_PREFIX}{name}:")
+            current = names.name_term((LOGGED_PREFIX, name, key), f"{LOGGED_PREFIX}{name}:")
             numerator, coefficient = _scalar_numerator(found.context, part)
             values = (
                 [numerator]

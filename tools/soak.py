@@ -135,8 +135,8 @@ def main(arguments: Sequence[str]) -> int:
         command = [sys.executable, "-m", "secc", "compile", str(model), "-o", str(folder / "plan")]
         command += ["--cluster", f"local:{o.emulate or RANKS}", "--global-batch", f"{4 * (o.emulate or 1)}"]
         if o.emulate:  # the solver would leave most of them out
-            command += ["--set", f"model.dp={o.emulate // 4}"]
-            command += ["--set", f"model_train.dp={o.emulate - o.emulate // 4}"]
+            command += ["--set", f"pixels.dp={o.emulate // 4}"]
+            command += ["--set", f"head.dp={o.emulate - o.emulate // 4}"]
         subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
         readings, steps = soak(folder / "plan", folder, o.steps, o.minutes, bool(o.emulate))
     saved = [0.0, 0.0] if o.emulate else [size / 2**20 for size in split_readings(readings.saved_bytes)]

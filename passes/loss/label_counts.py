@@ -38,6 +38,7 @@ _LABEL_SHAPE_OPS = frozenset({
     "view", "_unsafe_view", "reshape", "flatten", "squeeze", "unsqueeze", "clone", "contiguous",
     "alias", "detach", "slice", "select", "transpose", "permute", "t", "expand",
 })  # fmt: skip
+_ALL_ENTRIES_OPS = _LABEL_SHAPE_OPS - {"slice", "select"}
 _PICKING_OPS = frozenset(
     {"index", "index_select", "gather", "repeat", "roll", "flip"}
 )  # from their first operand
@@ -82,21 +83,27 @@ def count_unignored(ctx: LossContext, op: Computation) -> Coefficient | None:
     labels, ignored = mask.operands[0], mask.arguments.args[1]
     if ctx.is_known_ahead(labels) or not isinstance(ignored, int):
         return None
-    if isinstance(labels.owner, CallOp) and not _has_guarded_mean(labels, ignored):
+    if _labels_from_blocks(labels) and not _has_guarded_mean(labels, ignored):
         return None
     return _count_by_mask(ctx, op, labels, mask_counted_labels(ctx, op, labels, ignored))
 
 
 def _has_guarded_mean(labels: SSAValue, ignored: int) -> bool:
-    """Whether a mean over classes takes labels and ignores the same index."""
-    return any(
-        isinstance(use.operation, GlueOp)
-        and use.operation.base_name in LABEL_LOSSES
-        and use.index == 1
-        and get_argument(use.operation, 3, "reduction", REDUCTION_MEAN) == REDUCTION_MEAN
-        and get_argument(use.operation, 4, "ignore_index", -100) == ignored
-        for use in labels.uses
-    )
+    """Whether a mean over classes takes labels, in any shape, and ignores the same index."""
+    for use in labels.uses:
+        taker = use.operation
+        if not isinstance(taker, GlueOp):
+            continue
+        if taker.base_name in _ALL_ENTRIES_OPS and _has_guarded_mean(taker.results[0], ignored):
+            return True
+        if (
+            taker.base_name in LABEL_LOSSES
+            and use.index == 1
+            and get_argument(taker, 3, "reduction", REDUCTION_MEAN) == REDUCTION_MEAN
+            and get_argument(taker, 4, "ignore_index", -100) == ignored
+        ):
+            return True
+    return False
 
 
 def _count_by_mask(
@@ -125,29 +132,49 @@ def sum_counted_labels(ctx: LossContext, op: Computation) -> SSAValue:
     return ctx.pending.make_glue(op, "aten.sum.default", [mask], args, one)
 
 
-def check_block_labels(ctx: LossContext, op: Computation) -> SumPart | None:
-    """A part of the loss that is 0, or minus infinity if a block returned the ignored index among the labels
-    of `op`, a loss on (scores, labels), so that its divisor is not their number. None for other labels."""
-    value = op.operands[1]
-    while isinstance(maker := value.owner, GlueOp):
-        refs = [a for a in maker.arguments.args if isinstance(a, argument_template.OperandRef)]
-        at = 1 if maker.base_name == "where" else 0
-        if maker.base_name not in _LABEL_SHAPE_OPS | {"masked_fill", "where"} or len(refs) <= at:
-            return None
-        value = maker.operands[refs[at].index]
-    if not isinstance(maker, CallOp):
-        return None
+def check_block_labels(ctx: LossContext, op: Computation) -> list[SumPart]:
+    """Parts of the loss that are 0, or minus infinity if a block returned the ignored index among the labels
+    of `op`, a loss on (scores, labels), so that its divisor is not their number."""
     ignored = get_argument(op, 4, "ignore_index", -100)
-    found = value
-    for target, args, type in (
-        ("aten.ne.Scalar", f"$0, {ignored}", TensorType.from_dims(tensor_type(value).shape, "bool")),
-        ("aten.all.default", "$0", TensorType.from_dims([], "bool")),
-        ("aten._to_copy.default", "$0, dtype=torch.float32", TensorType.from_dims([], "f32")),
-        ("aten.log.default", "$0", TensorType.from_dims([], "f32")),
-    ):
-        found = ctx.pending.make_glue(op, target, [found], args, type)
-    assert isinstance(found.owner, GlueOp)
-    return SumPart(UNIT_COEFFICIENT, found, True, found.owner)
+    parts: list[SumPart] = []
+    for found in _labels_from_blocks(op.operands[1]):
+        for target, args, type in (
+            ("aten.ne.Scalar", f"$0, {ignored}", TensorType.from_dims(tensor_type(found).shape, "bool")),
+            ("aten.all.default", "$0", TensorType.from_dims([], "bool")),
+            ("aten._to_copy.default", "$0, dtype=torch.float32", TensorType.from_dims([], "f32")),
+            ("aten.log.default", "$0", TensorType.from_dims([], "f32")),
+        ):
+            found = ctx.pending.make_glue(op, target, [found], args, type)
+        assert isinstance(found.owner, GlueOp)
+        parts.append(SumPart(UNIT_COEFFICIENT, found, True, found.owner))
+    return parts
+
+
+def _labels_from_blocks(labels: SSAValue) -> list[SSAValue]:
+    """What `mask_counted_labels` takes for labels that all count, since a block returned them: the block's
+    result, or that plus a number."""
+    maker = labels.owner
+    if isinstance(maker, CallOp):
+        return [labels]
+    if not isinstance(maker, GlueOp):
+        return []
+    operands = list(maker.operands)
+    match maker.base_name:
+        case "add" if len(operands) == 1:
+            return [labels] if _labels_from_blocks(operands[0]) else []
+        case "where":
+            operands = operands[1:]
+        case "masked_scatter":
+            operands = [operands[0], operands[2]]
+        case "cat":
+            pass
+        case "masked_fill":
+            operands = operands[:1]
+        case name if name in _LABEL_SHAPE_OPS:
+            operands = operands[:1]
+        case _:
+            return []
+    return [found for operand in operands for found in _labels_from_blocks(operand)]
 
 
 def _sum_label_weights(ctx: LossContext, op: Computation, mask: SSAValue) -> SSAValue:
@@ -173,9 +200,11 @@ def mask_counted_labels(
     if ctx.is_known_ahead(labels):
         return ctx.pending.make_glue(op, "aten.ne.Scalar", [labels], f"$0, {ignored}", type)
     maker = labels.owner
-    if isinstance(maker, CallOp) and isinstance(ignored, int):  # guarded by `check_block_labels`
+    if not isinstance(ignored, int):
+        return None
+    if labels in _labels_from_blocks(labels):  # guarded by `check_block_labels`
         return None if ctx.has_padded_dim(type) else AllLabels.ALL
-    if not isinstance(maker, GlueOp) or not isinstance(ignored, int):
+    if not isinstance(maker, GlueOp):
         return None
     if ignored < 0 and _is_never_negative(labels):
         return AllLabels.ALL
@@ -188,6 +217,15 @@ def mask_counted_labels(
         )
     if maker.base_name == "cat":
         return _mask_of_joined(ctx, op, maker, ignored, type)
+    if maker.base_name == "masked_scatter":
+        base, places, rows = maker.operands
+        if mask_counted_labels(ctx, op, rows, ignored) is not AllLabels.ALL:
+            return None
+        return _choose_mask(ctx, op, places, AllLabels.ALL, mask_counted_labels(ctx, op, base, ignored), type)
+    if maker.base_name == "where" and len(maker.operands) == 3:
+        chosen = [mask_counted_labels(ctx, op, labels, ignored) for labels in maker.operands[1:]]
+        if (mask := _choose_mask(ctx, op, maker.operands[0], chosen[0], chosen[1], type)) is not None:
+            return mask
     return _mask_of_filled(ctx, op, maker, ignored, type)
 
 
@@ -202,12 +240,35 @@ def _mask_of_joined(
     for labels, mask in zip(maker.operands, masks, strict=True):
         if mask is None:
             return None
-        if isinstance(mask, AllLabels):
-            kind = TensorType.from_dims(tensor_type(labels).shape, "bool")
-            args = f"{format_shape(kind)}, dtype=torch.bool"
-            mask = ctx.pending.make_glue(op, "aten.ones.default", [], args, kind)
-        joined.append(mask)
+        joined.append(_write_mask(ctx, op, mask, tensor_type(labels)))
     return ctx.pending.make_glue(op, "aten.cat.default", joined, maker.args.data, type)
+
+
+def _choose_mask(
+    ctx: LossContext,
+    op: Computation,
+    places: SSAValue,
+    there: SSAValue | AllLabels | None,
+    elsewhere: SSAValue | AllLabels | None,
+    type: TensorType,
+) -> SSAValue | AllLabels | None:
+    """The mask of labels that are taken from one tensor at `places`, and from another elsewhere."""
+    if there is None or elsewhere is None or not ctx.is_known_ahead(places):
+        return None
+    if isinstance(there, AllLabels) and isinstance(elsewhere, AllLabels):
+        return AllLabels.ALL
+    masks = [_write_mask(ctx, op, mask, type) for mask in (there, elsewhere)]
+    return ctx.pending.make_glue(op, "aten.where.self", [places, *masks], "$0, $1, $2", type)
+
+
+def _write_mask(
+    ctx: LossContext, op: Computation, mask: SSAValue | AllLabels, labels: TensorType
+) -> SSAValue:
+    """The mask as a tensor in the shape of `labels`."""
+    if not isinstance(mask, AllLabels):
+        return mask
+    kind = TensorType.from_dims(labels.shape, "bool")
+    return ctx.pending.make_glue(op, "aten.ones.default", [], f"{format_shape(kind)}, dtype=torch.bool", kind)
 
 
 def _is_never_negative(value: SSAValue) -> bool:
@@ -224,6 +285,9 @@ def _is_never_negative(value: SSAValue) -> bool:
     if name == "full":
         number = arguments.get(2 if maker.base_name == "new_full" else 1, "fill_value")
         return isinstance(number, int | float) and number >= 0
+    if name == "add" and len(maker.operands) == 1:
+        number = arguments.args[1]
+        return isinstance(number, int | float) and number >= 0 and _is_never_negative(maker.operands[0])
     if name in _LABEL_SHAPE_OPS | _PICKING_OPS:
         return _is_never_negative(maker.operands[0])
     return name in _COPYING_OPS and all(map(_is_never_negative, maker.operands))

@@ -195,8 +195,8 @@ def states_of_label_loss(ctx: LossContext, op: Computation) -> ValueState | Sequ
         UNIT_COEFFICIENT / number if number is not None and reduction == REDUCTION_MEAN else UNIT_COEFFICIENT
     )
     parts = [SumPart(scale, atom, True, op)]
-    if reduction == REDUCTION_MEAN and (check := check_block_labels(ctx, op)) is not None:
-        parts.append(check)
+    if reduction == REDUCTION_MEAN:
+        parts += check_block_labels(ctx, op)
     return [SumState(tuple(parts)), total][: len(op.results)]
 
 

@@ -4,10 +4,13 @@ ops that compute it."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 from xdsl.ir import Operation, SSAValue
 
 from secc.ir.analysis.random_ops import RANDOM_OP_ATTRIBUTE
+from secc.ir.dialect.digraph import find_components
 from secc.ir.dialect.ops import CallOp, Computation, InputOp, ParamOp
 from secc.ir.text_io.verifier import source_line
 from secc.passes.loss.coefficient import (
@@ -79,11 +82,11 @@ class TermNames:
     """Assigns ids to terms and leaves in the order of their first occurrence."""
 
     def __init__(self) -> None:
-        self.terms: dict[tuple[object, ...], str] = {}
+        self.terms: dict[Hashable, str] = {}
         self.labels: dict[str, int] = {}
         self.leaves: dict[str, str] = {}
 
-    def name_term(self, key: tuple[object, ...], label: str) -> str:
+    def name_term(self, key: Hashable, label: str) -> str:
         """The id of the term with identity `key`; the first term with a label is named by the label alone."""
         if key not in self.terms:
             number = self.labels.get(label, 0)
@@ -99,24 +102,69 @@ class TermNames:
         return self.leaves[structure]
 
 
-def part_identities(
-    parts: list[SumPart], structure: StructureDigests | None = None
-) -> list[tuple[object, ...]]:
-    """An identity for each part of one case: where it is summed, by which op, the blocks behind it, and its
-    number among parts with the same of these. With `structure`, parts that depend on parameters alone are
-    told apart by how they are computed: a line may give one of them in this case and another in that."""
-    seen: dict[tuple[object, ...], int] = {}
-    found: list[tuple[object, ...]] = []
+@dataclass(frozen=True)
+class PartIdentity:
+    """What tells the parts of a case's loss apart, equal in all cases: where a part is summed, by which op,
+    the blocks behind it, how it is computed (for parts that depend on parameters alone: a line may give one
+    of them in this case and another in that), and its number among parts with the same of these."""
+
+    summed: bool = False
+    place: str = ""  # file:line
+    op: str = CONSTANT_TERM
+    blocks: tuple[str, ...] = ()
+    digest: str = ""
+    number: int = 0
+
+    def is_within(self, other: PartIdentity) -> bool:
+        """Whether `other` differs in having more blocks behind it, and in nothing else."""
+        return (
+            replace(self, blocks=other.blocks) == other
+            and self.summed
+            and set(self.blocks) < set(other.blocks)
+        )
+
+
+def part_identities(parts: list[SumPart], structure: StructureDigests | None = None) -> list[PartIdentity]:
+    """The identities of the parts of one case; without `structure`, how they are computed is left out."""
+    seen: dict[PartIdentity, int] = {}
+    found: list[PartIdentity] = []
     for part in parts:
         source = part.origin or (part.atom.owner if part.atom is not None else None)
-        key: tuple[object, ...] = (CONSTANT_TERM,)
+        key = PartIdentity()
         if isinstance(source, Computation):
-            key = (part.summed, source_line(source), source.base_name, nearest_blocks(source))
-            if structure is not None and part.atom is not None and depends_on_parameters_alone(part):
-                key += (structure.digest_value(part.atom),)
+            atom = part.atom if depends_on_parameters_alone(part) else None
+            digest = structure.digest_value(atom) if structure is not None and atom is not None else ""
+            key = PartIdentity(
+                part.summed, source_line(source), source.base_name, nearest_blocks(source), digest
+            )
         seen[key] = seen.get(key, -1) + 1
-        found.append((*key, seen[key]))
+        found.append(replace(key, number=seen[key]))
     return found
+
+
+def match_identities(cases: Sequence[tuple[frozenset[str], list[PartIdentity]]]) -> list[list[PartIdentity]]:
+    """Gives a part of the loss one identity, where some cases have more blocks behind it than others: a
+    picture, if there is one, adds to the scores that a loss takes. cases: for each its optional keys and the
+    identities of its parts.
+
+    A batch with pictures computes the loss of all its samples with these blocks. Where a case has more
+    optional keys than another, a part that only one of them has is the same in both if the other's differs in
+    having more blocks behind it. A part that could be one of several stays apart."""
+    same: list[tuple[PartIdentity, PartIdentity]] = []
+    for fewer, those in cases:
+        for more, these in cases:
+            if not fewer < more:
+                continue
+            alone, more_alone = set(those) - set(these), set(these) - set(those)
+            for key in those:
+                wider = [k for k in more_alone if key in alone and key.is_within(k)]
+                if len(wider) == 1 and sum(k.is_within(wider[0]) for k in alone) == 1:
+                    same.append((key, wider[0]))
+    named = {key: min(group, key=lambda k: k.blocks) for group in find_components(same) for key in group}
+    matched = [[named.get(key, key) for key in keys] for _, keys in cases]
+    if any(len(set(keys)) < len(keys) for keys in matched):
+        return [keys for _, keys in cases]
+    return matched
 
 
 def depends_on_parameters_alone(part: SumPart) -> bool:

@@ -53,6 +53,7 @@ class UnsplitKind(StrEnum):
     NOT_CALLED = "not_called"
     TOO_LARGE = "too_large"
     SMALL = "small"
+    READ_BY_OTHER_CODE = "read_by_other_code"
     SMALL_MODEL_DIFFERS = "small_model_differs"
     EXPERTS_BY_SEQUENCE = "experts_by_sequence"
     EXPERTS_INEXACT = "experts_inexact"
@@ -113,6 +114,7 @@ SENTENCES: dict[UnsplitKind, str] = {
     UnsplitKind.NOT_CALLED: "it was not called during compilation",
     UnsplitKind.TOO_LARGE: "it is too large to be shown exact during compilation: define small_model()",
     UnsplitKind.SMALL: "it is small",
+    UnsplitKind.READ_BY_OTHER_CODE: "its parameter is read by code outside of its forward",
     UnsplitKind.SMALL_MODEL_DIFFERS: "the same layer of small_model() is split otherwise",
     UnsplitKind.EXPERTS_BY_SEQUENCE: "with norms=sequence its experts stay whole",
     UnsplitKind.EXPERTS_INEXACT: "no way to split its experts was shown exact",

@@ -81,13 +81,13 @@ def test_images_of_the_next_step_are_seen_before_the_last_texts_of_this_one(tmp_
     """The tower and the teacher share ranks; the teacher's replica needs images that both have seen."""
     path = write_recording_model("taught_pictures", tmp_path, MODELS)
     pins = (
-        "tower.with=model",
+        "tower.with=teacher",
         "tower.dp=2",
         "tower.micro_batch=1",
-        "model.tp=2",
-        "model.micro_batch=1",
-        "model_train.dp=1",
-        "model_train.micro_batch=2",
+        "teacher.tp=2",
+        "teacher.micro_batch=1",
+        "student.dp=1",
+        "student.micro_batch=2",
     )
     compile_and_write(path, tmp_path / "plan", cluster="local:3", global_batch=GLOBAL_BATCH, set=pins)
     trace = ("--trace", str(tmp_path / "trace.json"))
@@ -97,9 +97,9 @@ def test_images_of_the_next_step_are_seen_before_the_last_texts_of_this_one(tmp_
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     forwards = sorted((e for e in events if e.get("cat") == "F"), key=lambda e: e["ts"])
     order = [(e["args"]["section"], bool(e["args"].get("ahead"))) for e in forwards if e["pid"] == 0]
-    assert ("tower", True) in order[: order.index(("model", True))]
+    assert ("tower", True) in order[: order.index(("teacher", True))]
     early = [k for k, what in enumerate(order) if what == ("tower", True)]
-    assert any(("model", False) in order[k : k + 5] for k in early)
+    assert any(("teacher", False) in order[k : k + 5] for k in early)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,23 @@ SLOW = [
     ("qwen_distil", 3, "colocate"),
     ("whisper_tiny", 4, "apart"),
     ("internvl_tiny", 4, "colocate"),
+    ("late_fusion", 3, "apart"),
+    ("picture_tokens", 2, "apart"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("name", "terms"),
+    [
+        ("late_fusion", {"loss"}),
+        ("picture_tokens", {"cross_entropy", "loss", "ignored_labels"}),
+    ],
+)
+def test_a_term_is_the_same_for_samples_without_an_input(name: str, terms: set[str]) -> None:
+    """A tower is behind the loss of batches with pictures alone."""
+    made = compile_model(MODELS / f"{name}.py", CompileOptions(cluster="local:2", global_batch=12))
+    assert check_exactness(made, required=True).plan.checks["patterns"]
+    assert {t.name for t in made.plan.terms} == terms
 
 
 @pytest.mark.gloo

@@ -43,7 +43,7 @@ CASES = [
 # losses on parts of the vocabulary, fused operators, glue that is recorded again, an accepted approximation
 SLOW = [
     ("llava_tiny", 3, ("language_model.sharding=zero1", "vision_tower.recompute=full")),
-    ("vocabulary", 2, ("model.tp=2", "model_train.tp=2", "model.with=model_train")),
+    ("vocabulary", 2, ("teacher.tp=2", "layers.tp=2", "teacher.with=layers")),
     (
         "llava_tiny",
         4,

@@ -24,9 +24,10 @@ STEPS, GLOBAL_BATCH = 5, 12
 
 CASES = [
     ("nano", 2, "auto", "model.tp=2 model.micro_batch=3"),
-    ("vocabulary", 2, "colocate", "model.tp=2 model_train.tp=2 model_train.micro_batch=3"),
+    ("vocabulary", 2, "colocate", "teacher.tp=2 layers.tp=2 layers.micro_batch=3"),
 ]
 SLOW = [
+    ("picture_tokens", 2, "colocate", "language_model.tp=2 language_model.micro_batch=3"),
     ("qwen_distil", 3, "apart", "teacher.tp=2 student.tp=1"),
     ("llava_tiny", 3, "apart", "language_model.tp=2"),
     ("nano", 4, "auto", "model.tp=4"),
@@ -61,8 +62,8 @@ SLOW = [
     ("nano_pair", 4, "colocate", "encoder.tp=2 decoder.dp=4 encoder.micro_batch=2 decoder.micro_batch=3"),
     ("qwen_distil", 4, "apart", "teacher.tp=2 student.tp=2 student.sharding=zero1"),
     ("two_modalities", 4, "apart", "decoder.tp=2"),
-    ("vocabulary", 4, "colocate", "model.tp=4 model_train.tp=4 model_train.micro_batch=5"),
-    ("vocabulary", 4, "apart", "model.tp=2 model_train.tp=2 model_train.micro_batch=2"),
+    ("vocabulary", 4, "colocate", "teacher.tp=4 layers.tp=4 layers.micro_batch=5"),
+    ("vocabulary", 4, "apart", "teacher.tp=2 layers.tp=2 layers.micro_batch=2"),
     ("qwen_distil", 2, "colocate", "student.tp=2 student.micro_batch=3 --fuse"),
     ("llava_tiny", 2, "colocate", "language_model.tp=2 language_model.micro_batch=3 --fuse"),
     ("nano", 4, "auto", "model.tp=4 model.micro_batch=3 --fuse"),

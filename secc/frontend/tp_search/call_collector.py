@@ -10,7 +10,7 @@ integers and booleans only if the code does not depend on them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, islice
@@ -58,10 +58,7 @@ class CallCollector:
     ) -> None:
         """Runs each block without values, if its code allows that, until the modules inside it were
         called."""
-        sizes = {
-            name: EXAMPLE_WIDTH if s.kind.data == "width" else EXAMPLE_ROWS
-            for name, s in graph.symbols.items()
-        }
+        sizes = example_sizes(graph)
         shortest = sorted(samples.batches, key=_batch_entries)
         examples = CallExamples(graph, CollatedSamples(shortest, samples.constants))
         for case in graph.cases:
@@ -85,23 +82,11 @@ class CallCollector:
         example: CallExample | None,
     ) -> None:
         """Runs one block; its calls count if the last of the modules was called."""
-        seen, known = CallCollector(inside), partial(meta_arguments, op, sizes)
-        if example is not None:
-            known = partial(meta_arguments, op, example.sizes, values=example.values)
-        block = model.get_submodule(op.target.data)
-        with ExitStack() as stack:
-            seen._watch_modules(stack, model, inside, _AllCalled)
-            try:
-                run_on_meta(
-                    block, known, op.no_grad is None, tensors=ValuelessTensors(fake=example is not None)
-                )
-            except _AllCalled:
-                pass
-            except (
-                Exception
-            ):  # whatever the user's code does on tensors without values: those modules stay without a call
-                return
-        self.calls |= seen.calls
+        seen = CallCollector(inside)
+        if run_call_on_meta(
+            op, model, sizes, example, lambda stack: seen._watch_modules(stack, model, inside, _AllCalled)
+        ):
+            self.calls |= seen.calls
 
     def _watch_modules(
         self,
@@ -129,6 +114,37 @@ class CallCollector:
     def _record_call(self, path: str, call: ModuleCall) -> None:
         fake = any(isinstance(t, FakeTensor) for t in tree_leaves(call))
         self.calls.setdefault(path, tree_map(partial(_copy_argument, bare=fake), call))
+
+
+def example_sizes(graph: GraphOp) -> dict[str, int]:
+    """Returns a made-up value for each size of a graph."""
+    return {
+        name: EXAMPLE_WIDTH if s.kind.data == "width" else EXAMPLE_ROWS for name, s in graph.symbols.items()
+    }
+
+
+def run_call_on_meta(
+    op: CallOp,
+    model: nn.Module,
+    sizes: Mapping[str, int],
+    example: CallExample | None,
+    watch: Callable[[ExitStack], None],
+) -> bool:
+    """Runs a call's block without values, at `sizes` or on an example's integers; returns whether its code
+    allowed that. watch: enters what observes the run."""
+    known = partial(meta_arguments, op, sizes)
+    if example is not None:
+        known = partial(meta_arguments, op, example.sizes, values=example.values)
+    block, tensors = model.get_submodule(op.target.data), ValuelessTensors(fake=example is not None)
+    with ExitStack() as stack:
+        watch(stack)
+        try:
+            run_on_meta(block, known, op.no_grad is None, tensors=tensors)
+        except _AllCalled:
+            pass
+        except Exception:  # whatever the user's code does on tensors without values
+            return False
+    return True
 
 
 def _batch_entries(batch: Mapping[str, Any]) -> int:

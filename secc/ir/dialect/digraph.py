@@ -32,6 +32,11 @@ def find_cycles(nodes: Iterable[T], arcs: Arcs[T]) -> list[set[T]]:
     return [component for component in found if len(component) > 1]
 
 
+def find_components(arcs: Arcs[T]) -> list[set[T]]:
+    """The sets of nodes that arcs connect, in either direction."""
+    return cast("list[set[T]]", list(_nx.weakly_connected_components(_build_graph((), arcs))))
+
+
 def topological_order(nodes: Iterable[T], arcs: Arcs[T], key: Callable[[T], Any]) -> list[T]:
     """Returns the nodes of an acyclic graph in topological order: each after all nodes that point to it; ties
     are broken by `key`."""
