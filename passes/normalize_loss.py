@@ -52,6 +52,7 @@ from secc.passes.loss.numerators import SAMPLE_COUNT_SYMBOL, Share, as_scalar, m
 from secc.passes.loss.placed_rows import find_placed_rows
 from secc.passes.loss.term_names import (
     CONSTANT_TERM,
+    CaseParts,
     PartIdentity,
     StructureDigests,
     TermNames,
@@ -80,6 +81,11 @@ class CaseTerms:
     def pattern(self) -> frozenset[str]:
         """The optional keys of the case."""
         return frozenset(strings_of(self.case.when))
+
+    @property
+    def called(self) -> frozenset[str]:
+        """The blocks that the case calls."""
+        return frozenset(op.target.data for op in self.case.ops if isinstance(op, CallOp))
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,9 @@ class NormalizeLoss(ModulePass):
         if any(c.gathers for c in contexts):
             declare_all_samples(graph, self.global_batch)
         names, structure = TermNames(), StructureDigests()
-        keys = match_identities([(f.pattern, part_identities(f.parts, structure)) for f in found])
+        keys = match_identities(
+            [CaseParts(f.pattern, f.called, part_identities(f.parts, structure)) for f in found]
+        )
         one = len({key for known in keys for key in known}) == 1
         shares = _find_shares(found, keys, structure)
         coefficients = [

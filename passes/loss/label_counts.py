@@ -181,7 +181,8 @@ def _sum_label_weights(ctx: LossContext, op: Computation, mask: SSAValue) -> SSA
     """The sum over counted labels of their classes' weights."""
     labels, weight = op.operands[1], op.operands[2]
     shape, dtype = tensor_type(labels).shape, tensor_type(weight).dtype.data
-    classes = ctx.pending.make_glue(op, "aten.clamp_min.default", [labels], "$0, 0", tensor_type(labels))
+    # An ignored label may be no class, such as 255.
+    classes = ctx.pending.make_glue(op, "aten.mul.Tensor", [labels, mask], "$0, $1", tensor_type(labels))
     weights = ctx.pending.make_glue(
         op, "aten.index.Tensor", [weight, classes], "$0, [$1]", TensorType.from_dims(shape, dtype)
     )

@@ -4,8 +4,10 @@ ops that compute it."""
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, permutations
 
 from xdsl.ir import Operation, SSAValue
 
@@ -142,28 +144,45 @@ def part_identities(parts: list[SumPart], structure: StructureDigests | None = N
     return found
 
 
-def match_identities(cases: Sequence[tuple[frozenset[str], list[PartIdentity]]]) -> list[list[PartIdentity]]:
+@dataclass(frozen=True)
+class CaseParts:
+    """The parts of a case's loss: its optional keys, the blocks that it calls, identities of its parts."""
+
+    keys: frozenset[str]
+    called: frozenset[str]
+    parts: list[PartIdentity]
+
+    def find_same(self, part: PartIdentity, wider: CaseParts) -> list[PartIdentity]:
+        """The parts of a case with more keys that may be a part of this one, with blocks behind that this
+        case does not call."""
+        mine = set(self.parts)
+        return [
+            p
+            for p in wider.parts
+            if p not in mine and part.is_within(p) and self.called.isdisjoint({*p.blocks} - {*part.blocks})
+        ]
+
+
+def match_identities(cases: Sequence[CaseParts]) -> list[list[PartIdentity]]:
     """Gives a part of the loss one identity, where some cases have more blocks behind it than others: a
-    picture, if there is one, adds to the scores that a loss takes. cases: for each its optional keys and the
-    identities of its parts.
+    picture, if there is one, adds to the scores that a loss takes.
 
     A batch with pictures computes the loss of all its samples with these blocks. Where a case has more
     optional keys than another, a part that only one of them has is the same in both if the other's differs in
-    having more blocks behind it. A part that could be one of several stays apart."""
+    having blocks behind it that the first case does not call. A part that could be one of several stays
+    apart."""
     same: list[tuple[PartIdentity, PartIdentity]] = []
-    for fewer, those in cases:
-        for more, these in cases:
-            if not fewer < more:
-                continue
-            alone, more_alone = set(those) - set(these), set(these) - set(those)
-            for key in those:
-                wider = [k for k in more_alone if key in alone and key.is_within(k)]
-                if len(wider) == 1 and sum(k.is_within(wider[0]) for k in alone) == 1:
-                    same.append((key, wider[0]))
+    for fewer, more in permutations(cases, 2):
+        if not fewer.keys < more.keys:
+            continue
+        theirs = set(more.parts)
+        found = {part: fewer.find_same(part, more) for part in fewer.parts if part not in theirs}
+        taken = Counter(chain.from_iterable(found.values()))
+        same += [(part, p[0]) for part, p in found.items() if len(p) == 1 and taken[p[0]] == 1]
     named = {key: min(group, key=lambda k: k.blocks) for group in find_components(same) for key in group}
-    matched = [[named.get(key, key) for key in keys] for _, keys in cases]
-    if any(len(set(keys)) < len(keys) for keys in matched):
-        return [keys for _, keys in cases]
+    matched = [[named.get(part, part) for part in case.parts] for case in cases]
+    if any(len(set(parts)) < len(parts) for parts in matched):
+        return [case.parts for case in cases]
     return matched
 
 
