@@ -754,11 +754,13 @@ class Recorder:
             )
         except nested_values.NotLiteral as error:
             message = f"block {path} is called with {error}, which cannot be written into a plan"
+            kind = type(error.value).__name__
             remedy = _UNWRITABLE_ARGUMENT_REMEDIES.get(
-                type(error.value).__name__,
-                "pass tensors and plain values, or define its class in an imported module",
+                kind, "pass tensors and plain values, or define its class in an imported module"
             )
-            raise self._block_error(path, message, remedy) from None
+            # What is filled before it is passed around is joined with other keys inside of each layer.
+            parts = self._recorded_modules.parts_with_weights(path) if kind == "DynamicCache" else ()
+            raise self._block_error(path, message, remedy, parts) from None
         call = self._tape.emit_call(path, *arguments)
         call.meta["mixed_dims"] = self._recorded_modules.mixed_dims(path)
         return call

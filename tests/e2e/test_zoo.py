@@ -32,13 +32,9 @@ def test_all_other_architectures_train_exactly(name: str) -> None:
     assert (row.check, row.run) == (EXACT, EXACT)
 
 
-# not exact if captured by layers; the rows of docs/benchmarks/zoo.json have the errors
-REFUSED_BY_LAYERS = ("instructblip", "led")
-BY_LAYERS = [e.name for e in entries() if e.name not in REFUSED_BY_LAYERS]
-
-
 @pytest.mark.parametrize(
-    "name", [n if n == "reward" else pytest.param(n, marks=pytest.mark.slow) for n in BY_LAYERS]
+    "name",
+    [e.name if e.name == "reward" else pytest.param(e.name, marks=pytest.mark.slow) for e in entries()],
 )
 def test_capture_by_layers_is_exact_wherever_capture_by_components_is(name: str) -> None:
     if "lora" in name:

@@ -129,6 +129,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2},
+    "nemotron_h": {"n_groups": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "dots1": {"n_shared_experts": 1},
     **{t: {"upsample_groups": HIDDEN} for t in ("mimi", "pocket_tts_audio_tokenizer")},

@@ -243,7 +243,9 @@ def _trace_module_calls(
     """Runs forward for every pattern with the layers opaque, and notes what each module outside of layers
     was called with."""
     blocks = [*tree.stack_layers(), *(p for p, m in tree.modules.items() if isinstance(m, FunctionBlock))]
+    tried = set[frozenset[str]]()
     while True:
+        tried.add(frozenset(blocks))
         seen: dict[str, ModuleCalls] = {}
         recorder.use_blocks(blocks)
         try:
@@ -254,8 +256,9 @@ def _trace_module_calls(
         except BlockError as error:
             other = error.suggest_blocks(blocks)
             around = seen.get(error.coarser or "")
-            if other is None or (error.functions and around is not None and around.took_labels):
-                raise
+            hides_loss = error.functions and around is not None and around.took_labels
+            if other is None or hides_loss or frozenset(other) in tried:
+                raise  # a block wants its parts, and one of these wants a larger block
             blocks = other
 
 

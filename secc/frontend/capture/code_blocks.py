@@ -209,7 +209,7 @@ def describe_time_ended(
     error = statements.first_error or functions.first_error
     left = len(functions.choices) + len(statements.choices)
     assert error is not None, "nothing was tried"
-    more = f", and {left} more were not" if left else ""
+    more = f", and {left} more {'was' if left == 1 else 'were'} not" if left else ""
     error.message += f"; parts of forward were tried as one block for {ended}{more}"
     return error
 

@@ -226,17 +226,24 @@ def _merge_with_probes(
     recordings = list(group)
     if probe is not None:
         recordings += _probe_constant_widths(group, probe, is_generic=names is None)
-    # Each round asks for one recording at a size where the present explanations could fail (`find_doubt`). It
-    # ends when none is in doubt, no such batch exists, or the batch takes another path.
+    # Each round asks for one recording at a size where the present explanations could fail (`find_doubts`),
+    # until all such sizes were asked for. Where padding leads to another path, as from full masks to others,
+    # other samples are recorded, once.
+    asked, has_other_samples = set[tuple[str, int]](), False
     for _ in range(_MAX_PROBES if probe is not None else 0):
         assert probe is not None
-        doubt = _CaptureMerger(recordings, probe, names, is_probing=True).find_doubt()
-        extra = probe(*doubt) if doubt is not None else None
-        if extra is None or graph_signature(extra.recording.graph) != graph_signature(
-            recordings[0].recording.graph
-        ):
+        doubts = _CaptureMerger(recordings, probe, names, is_probing=True).find_doubts()
+        doubt = next((d for d in doubts if d not in asked), None)
+        if doubt is None:
             break
-        recordings.append(extra)
+        asked.add(doubt)
+        extra = probe(*doubt)
+        found = [] if extra is None else _keep_path(recordings, [extra])
+        if not found and not has_other_samples:
+            least = min(o.sizes[doubt[0]] for o in recordings)
+            found = _keep_path(recordings, probe.record_other_widths(doubt[0], least))
+            has_other_samples = True
+        recordings += found
     # A quotient fits few values easily by chance, so it is tested on samples that no fit has seen.
     if probe is not None and _CaptureMerger(recordings, probe, names).uses_floor_division():
         ways = [path_signature(o.recording) for o in recordings]
@@ -253,6 +260,14 @@ def _merge_with_probes(
     return _CaptureMerger(recordings, probe, names).merge()
 
 
+def _keep_path(
+    known: Sequence[ObservedRecording], others: Iterable[ObservedRecording]
+) -> list[ObservedRecording]:
+    """Returns those of other recordings that take the path of the known ones."""
+    signature = graph_signature(known[0].recording.graph)
+    return [o for o in others if graph_signature(o.recording.graph) == signature]
+
+
 def _probe_constant_widths(
     group: Sequence[ObservedRecording], probe: BatchProbe, is_generic: bool
 ) -> list[ObservedRecording]:
@@ -264,18 +279,16 @@ def _probe_constant_widths(
     them that was recorded takes the path, for another reason than this width.
     """
 
-    def keep_path(probed: Iterable[ObservedRecording]) -> list[ObservedRecording]:
-        return [o for o in probed if graph_signature(o.recording.graph) == signature]
-
-    signature, found = graph_signature(group[0].recording.graph), list[ObservedRecording]()
+    found = list[ObservedRecording]()
     for name in sorted(probe.padded_symbols):
         shortest, longest = min(o.sizes[name] for o in group), max(o.sizes[name] for o in group)
         if shortest == longest:
             probed = [o for more in _PROBE_EXTRA_WIDTHS if (o := probe(name, longest + more)) is not None]
-            if not keep_path(probed):
+            if not (kept := _keep_path(group, probed)):
                 probed += probe.record_other_widths(name, longest)
-            found += keep_path(probed)
-            if is_generic and probed and not keep_path(probed) and not _decides_path(group[0], probed):
+                kept = _keep_path(group, probed)
+            found += kept
+            if is_generic and probed and not kept and not _decides_path(group[0], probed):
                 place = next(
                     (n.meta["where"] for n in group[0].recording.graph.nodes if n.meta.get("where")), ""
                 )
@@ -285,7 +298,7 @@ def _probe_constant_widths(
                 )
                 raise UnexplainedNumber(GlueDiagnostic(message, place))
         elif shortest >= LONG_WIDTH and longest < 2 * shortest:
-            found += keep_path(o for o in [probe(name, 2 * longest)] if o is not None)
+            found += _keep_path(group, (o for o in [probe(name, 2 * longest)] if o is not None))
     return found
 
 
@@ -344,11 +357,10 @@ class _CaptureMerger:
             if source.dim is not None and _has_dynamic_shape(source.node):
                 self._explanations.record_counted_rows(source.node)
 
-    def find_doubt(self) -> tuple[str, int] | None:
-        """Returns a symbol and a size of it at which an explanation might fail; None if there is none.
-        Changes nothing."""
+    def find_doubts(self) -> list[tuple[str, int]]:
+        """Returns symbols, each with a size of it at which an explanation might fail. Changes nothing."""
         self._explain_nodes()
-        return self._fitter.doubt
+        return self._fitter.doubts
 
     def uses_floor_division(self) -> bool:
         """Whether a floor division explains some number; a few values may match one by chance. Changes

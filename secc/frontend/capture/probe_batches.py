@@ -122,6 +122,7 @@ class ProbeBatches:
             recordings += self._record_ragged_then_even(ragged, even)
         recordings += self._record_single_samples(recordings)
         recordings += self._record_other_combinations(recordings)
+        recordings += self._record_masks_filled_apart(recordings)
         if self._folded_loops:  # some are found after batches with a single part were recorded
             recordings = [
                 replace(o, recording=fold_parts(o.recording, self._folded_loops)) for o in recordings
@@ -200,6 +201,27 @@ class ProbeBatches:
                 ]
                 found.append(self._record_batch(self._collate(samples)))
                 outcomes[_condition_outcomes(found[-1])] += 1
+        return found
+
+    def _record_masks_filled_apart(self, recordings: Sequence[ObservedRecording]) -> list[ObservedRecording]:
+        """Records micro-batches in which some widths are padded for all samples and the others for none,
+        where conditions change with padding: of two masks, one may be full where the other is not, in samples
+        that are equally long in one input only."""
+        widths = [s.name for s in self._padded_widths()]
+        paths = Counter(path_signature(o.recording) for o in recordings)
+        if len(widths) < 2 or len({_condition_outcomes(o) for o in recordings}) < 2:
+            return []
+        found = list[ObservedRecording]()
+        few = (set(c) for n in (1, len(widths) - 1) for c in combinations(widths, n))
+        for padded in dict.fromkeys(map(frozenset, few)):
+            for b, more in zip(self.even_batches, _EXTRA_WIDTHS, strict=False):
+                wider: ProbeBatch | None = b
+                for i, name in enumerate(sorted(padded)):
+                    wider = wider and self._pad_batch(wider, name, b.sizes[name] + more + i)
+                recording = wider and self._record_if_accepted(wider)
+                if recording is None or paths[path_signature(recording.recording)] >= MIN_CAPTURES:
+                    break
+                found.append(recording)
         return found
 
     def _record_ragged_then_even(

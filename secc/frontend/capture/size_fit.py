@@ -33,9 +33,9 @@ class SizeFitter:
     """Fits expressions over symbols to values at given observations.
 
     size_rows: symbol values at each observation, in the order of the values to explain. padded_symbols:
-    symbols for which a micro-batch of any larger size can be had. doubt: such a symbol and a size at which
-    an explanation that was given may fail, else None. used_division: a floor division was given, which
-    often fits a few numbers by chance. is_probing: further observations can be made where `doubt` asks for
+    symbols for which a micro-batch of any larger size can be had. doubts: such symbols, each with a size at
+    which an explanation that was given may fail. used_division: a floor division was given, which
+    often fits a few numbers by chance. is_probing: further observations can be made where `doubts` ask for
     them, so a remainder is given although it was never 0. Code may do something else there (`if n % 8:`).
     """
 
@@ -44,7 +44,7 @@ class SizeFitter:
     ) -> None:
         self.size_rows = [dict(r) for r in rows]
         self.moving_symbols = [n for n in self.size_rows[0] if len({r[n] for r in self.size_rows}) > 1]
-        self.doubt: tuple[str, int] | None = None
+        self.doubts: list[tuple[str, int]] = []
         self.used_division = False
         self._padded_symbols, self._is_probing = frozenset(free), is_probing
         self._fitted_integers: dict[ValueColumn, Expr | None] = {}
@@ -57,7 +57,7 @@ class SizeFitter:
             self._padded_symbols,
             self._is_probing,
         )
-        fitter.doubt, fitter.used_division = self.doubt, self.used_division
+        fitter.doubts, fitter.used_division = self.doubts.copy(), self.used_division
         return fitter
 
     def fit_integer(self, values: Sequence[int]) -> Expr | None:
@@ -139,7 +139,7 @@ class SizeFitter:
         yield from self._fit_least_width(values)
         yield from self._fit_wider_width(values, [one])
         for expr in _fit_combinations(values, ((m, one) for m in every)):
-            self.doubt = self.doubt or self._find_negative_width(expr, values)
+            self._doubt_at(self._find_negative_width(expr, values))
             yield expr
         yield from _fit_combinations(values, itertools.combinations(every, 2))
         yield from self._fit_wider_width(values, [one, *small])
@@ -147,7 +147,7 @@ class SizeFitter:
             _fit_combinations(values, ((*pair, one) for pair in itertools.combinations(small, 2))),
             _fit_combinations(values, itertools.combinations(small, 3)),
         ):
-            self.doubt = self.doubt or self._find_far_width(expr)
+            self._doubt_at(self._find_far_width(expr))
             yield expr
         strides = find_strides(self.size_rows, values, self.moving_symbols, self._padded_symbols)
         yield from self._take_stride([s for s in strides if s.name in self._padded_symbols])
@@ -157,7 +157,7 @@ class SizeFitter:
     def _take_stride(self, found: Sequence[StrideSize]) -> Iterator[Expr]:
         """Yields the first of these strides, if there are any, in doubt where others disagree."""
         if found:
-            self.doubt = self.doubt or find_telling_length(found, self.size_rows, self._padded_symbols)
+            self._doubt_at(find_telling_length(found, self.size_rows, self._padded_symbols))
             self.used_division = True
             yield found[0].to_expr()
 
@@ -181,11 +181,8 @@ class SizeFitter:
                     )
                 else:
                     asked = next(longer) if len(self.size_rows) < _REMAINDER_ROWS else None
-                self.doubt = (
-                    self.doubt
-                    or find_telling_length(found, self.size_rows, self._padded_symbols)
-                    or (None if asked is None else (name, asked))
-                )
+                telling = find_telling_length(found, self.size_rows, self._padded_symbols)
+                self._doubt_at(telling or (None if asked is None else (name, asked)))
                 self.used_division = True
                 yield amount
 
@@ -200,6 +197,11 @@ class SizeFitter:
                 has_both = len({w for w in widths if w < least}) > 1 and max(widths) > least
                 if has_both and totals == [max(w, least) for w in widths]:
                     yield sympy.Max(size_symbol(name) - subtracted, least - subtracted)
+
+    def _doubt_at(self, size: tuple[str, int] | None) -> None:
+        """Notes a symbol and a size of it at which an explanation may fail, if there is one."""
+        if size is not None and size not in self.doubts:
+            self.doubts.append(size)
 
     def _find_negative_width(self, expr: Expr, values: ValueColumn) -> tuple[str, int] | None:
         """Returns a width at which the expression is -1 although no observed value is negative: `16 - S` is

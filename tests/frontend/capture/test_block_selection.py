@@ -18,6 +18,7 @@ from secc.frontend.capture.block_selection import (
     replace_with_parent,
     select_blocks,
 )
+from secc.runtime.recorder import Recorder
 
 WIDTH, VOCABULARY = 8, 40
 TOKENS = {"tokens": torch.randint(0, VOCABULARY, (3, 7)), "labels": torch.randint(0, VOCABULARY, (3, 7))}
@@ -165,6 +166,64 @@ def test_a_path_that_is_no_module_is_refused(option: dict[str, Sequence[str]]) -
 def test_layers_with_arguments_that_cannot_be_recorded_stay_inside_their_component() -> None:
     found = select_blocks(Pair(Wrapped(thing=True), Stack()), [TOKENS])
     assert found.blocks == ["first", "second"]
+
+
+class DynamicCache:
+    """Stands for Hugging Face's cache, filled before the model is called."""
+
+
+class Prefixed(nn.Module):
+    """Layers that are called with a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Stack()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        cache, x = DynamicCache(), self.tower.embed(tokens)
+        for layer in self.tower.layers:
+            x = layer(x, cache)
+        return x
+
+
+def test_layers_that_are_called_with_a_cache_are_opened() -> None:
+    model = Pair(Prefixed(), Stack())
+    recorder = Recorder(model, ())
+    select_blocks(model, [TOKENS], recorder=recorder)
+    assert {f"first.tower.layers.{i}.line" for i in range(3)} <= {*recorder.blocks}
+
+
+def test_a_block_and_its_part_that_want_each_other_are_refused() -> None:
+    """The layer takes a tensor that nothing passes to it, so its parts are to be blocks; one of these is
+    called with an object, so the layer is to be one. That went on without an end."""
+    held = list[torch.Tensor]()
+
+    class Part(nn.Linear):
+        def forward(self, x: torch.Tensor, thing: object) -> torch.Tensor:
+            return super().forward(x)
+
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = Part(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.line(x + held[0], object())
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([Held(), Held()])
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embed(tokens)
+            held[:] = [x.exp()]
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    with pytest.raises(UserError, match="which cannot be written into a plan"):
+        select_blocks(Pair(Holder(), Stack()), [TOKENS])
 
 
 def test_the_component_is_the_largest_module_without_another_stack() -> None:

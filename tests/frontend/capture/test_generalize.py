@@ -4,11 +4,13 @@ is refused."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import sympy
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -90,7 +92,7 @@ def test_a_sum_of_three_terms_asks_for_a_longer_width() -> None:
     rows = [{"B": b, "S": s} for b, s in ((2, 5), (3, 7), (4, 6), (5, 9))]
     fitter = SizeFitter(rows, free={"S"})
     assert fitter.fit_integer([row["S"] ** 2 + 3 * row["B"] + 7 for row in rows]) is not None
-    assert fitter.doubt == ("S", 18)
+    assert fitter.doubts == [("S", 18)]
 
 
 def test_random_numbers_stay_unexplained() -> None:
@@ -319,6 +321,31 @@ def test_a_count_that_equals_a_floor_division_by_chance_is_recognised() -> None:
     assert "B//2" in expressions(by_chance)
     (case,), _ = generalize_captures(observed(*captures), HeldOut(observed((4, 4, 12), (6, 2, 15))))
     assert_exact(model, case, counting(6, 5, 14))
+
+
+class OtherSamples(HeldOut):
+    """A probe where padding leads to another path, and with other samples."""
+
+    padded_symbols = frozenset({"T"})
+
+    def record_other_widths(self, name: str, size: int) -> Iterator[ObservedRecording]:
+        yield from self.observed
+
+
+def test_a_pad_that_another_width_explains_by_chance_is_refuted_by_other_samples() -> None:
+    """Up to a multiple of 8, which is also `18 - T` in the first batches."""
+    model = Model(lambda m, h, mask: F.pad(h, (0, 0, 0, -h.shape[1] % 8)).square().sum() / mask.numel())
+
+    def observed(*sizes: tuple[int, int, int]) -> list[ObservedRecording]:
+        widths = [{"T": t} for *_, t in sizes]
+        found = observe(model, [(b, s) for b, s, _ in sizes])
+        return [replace(o, sizes={**o.sizes, **w}) for o, w in zip(found, widths, strict=True)]
+
+    captures = [(2, 38, 16), (3, 18, 12), (4, 29, 15), (5, 38, 16), (7, 27, 13)]
+    (by_chance,), _ = generalize_captures(observed(*captures), HeldOut([]))
+    assert "18 - T" in expressions(by_chance)
+    with pytest.raises(UserError, match="no expression over their sizes explains it"):
+        generalize_captures(observed(*captures), OtherSamples(observed((2, 20, 12), (3, 20, 12))))
 
 
 def test_numbers_that_values_decide_are_refused_with_place_and_value() -> None:

@@ -27,9 +27,9 @@ def probed(value: Callable[[dict[str, int]], int]) -> SizeFitter:
     for _ in range(24):
         fitter = SizeFitter(rows, free={"S"}, is_probing=True)
         fitter.fit_integer([value(r) for r in rows])
-        if fitter.doubt is None:
+        if not fitter.doubts:
             return fitter
-        name, size = fitter.doubt
+        name, size = fitter.doubts[0]
         rows.append({**min(ROWS, key=lambda r: r["S"]), name: size})
     raise AssertionError("too many observations")
 
