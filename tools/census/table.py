@@ -148,7 +148,6 @@ def _page(results: Mapping[str, StoredResult]) -> str:
     trained = [r for r in rows if r.outcome in _TRAINED]
     exact = sum(r.outcome is Outcome.EXACT for r in rows)
     ran = [r for r in rows if r.run]
-    commits = Counter(r.versions["commit"] for r in results.values())
     told = sum(bool(r.option) for r in rows if r.outcome is Outcome.EXACT)
     versions = " · ".join(sorted({_versions(r) for r in results.values()}))
     parts = [
@@ -162,9 +161,8 @@ def _page(results: Mapping[str, StoredResult]) -> str:
             if ran
             else ""
         )
-        + f"{len(known_rows()) - len(rows)} rows have not been run yet. Rows were run on "
-        + ("one commit" if len(commits) == 1 else f"{len(commits)} commits, which the JSON names")
-        + ". All rows: [benchmarks/census.json](benchmarks/census.json).\n",
+        + f"{len(known_rows()) - len(rows)} rows have not been run yet. {_commits(results)}"
+        + " All rows: [benchmarks/census.json](benchmarks/census.json).\n",
         _family_table(rows),
         "| outcome | means |\n| --- | --- |\n"
         + "\n".join(f"| {o.value} | {meaning} |" for o, meaning in _MEANINGS.items())
@@ -175,6 +173,21 @@ def _page(results: Mapping[str, StoredResult]) -> str:
             _cause_table(f"## {outcome.value.capitalize()}", [r for r in rows if r.outcome is outcome])
         )
     return "\n".join(parts)
+
+
+def _commits(results: Mapping[str, StoredResult]) -> str:
+    """A sentence on the commits that rows were run on."""
+    commits = Counter(r.versions["commit"] for r in results.values())
+    if len(commits) < 2:
+        return "All rows were run on one commit."
+    commit, count = commits.most_common(1)[0]
+    outcomes = [r.row.outcome for r in results.values() if r.versions["commit"] == commit]
+    trained = [o for o in outcomes if o in _TRAINED]
+    exact = sum(o is Outcome.EXACT for o in trained)
+    return (
+        f"{count} rows were run on commit {commit} ({exact} of {len(trained)} that plain PyTorch trains are "
+        f"exact), the others on {len(commits) - 1} other commits, which the JSON names."
+    )
 
 
 def _family_table(rows: Sequence[RowResult]) -> str:
