@@ -73,7 +73,8 @@ class BlockCounts:
     again, again_moved: work and bytes moved of all second runs. unneeded: work of products at the ends of
         units, after all that their backwards need: second runs stop before them.
     narrowest_dim: smallest weight dimension of the products that take most time.
-    units_in_order: each unit ran at most once, in the order of declaration.
+    units_in_order: each unit ran at most once, in the order of declaration, and no other code took its
+        parameters.
     exchanged: bytes of keys and values, each head once, that layers attend to and that ranks may have to
         exchange. queries: those of queries and results. key_heads: heads of keys, the largest common divisor.
     pieces: pieces of rows of the first layer, if ranks get whole ones; layers that attend within them
@@ -138,7 +139,7 @@ def run_on_meta(
     has_backward = grad if has_backward is None else has_backward
     saved = SavedTensorsTracker(state, has_backward)
     live = None if has_backward else LiveBytesTracker([*state.values(), *_tensor_leaves((args, kwargs))])
-    counter = _OpCounter(saved, tensors, efficiency, live)
+    counter = _OpCounter(saved, tensors, efficiency, live, _storages_of_units(module, units, tensors))
     fused = FusedAttentionMode(
         counter.count_attention,
         counter.count_exchanged,
@@ -156,7 +157,7 @@ def run_on_meta(
         counter,
     ):
         functional_call(module, state, tuple(args), kwargs)
-    return counter.block_counts(grad, saved.ran_in_order(units))
+    return counter.block_counts(grad, saved.ran_in_order(units) and not counter.read_unit_outside)
 
 
 class ValuelessTensors:
@@ -216,6 +217,16 @@ def _valueless_state(module: nn.Module, tensors: ValuelessTensors) -> dict[str, 
     return state
 
 
+def _storages_of_units(
+    module: nn.Module, units: Sequence[nn.Module], tensors: ValuelessTensors
+) -> frozenset[int]:
+    """Storages of the parameters that units alone hold."""
+    inside = {m for unit in units for m in unit.modules()}
+    shared = {p for m in module.modules() if m not in inside for p in m.parameters(recurse=False)}
+    own = {p for unit in units for p in unit.parameters()} - shared
+    return frozenset(storage_key(tensors.parameter_stand_in(p)) for p in own)
+
+
 class _OpCounter(TorchDispatchMode):
     """Counts operations and, by torch's own formulas, their FLOPs.
 
@@ -229,8 +240,10 @@ class _OpCounter(TorchDispatchMode):
         tensors: ValuelessTensors,
         efficiency: GemmEfficiency,
         live: LiveBytesTracker | None,
+        unit_storages: frozenset[int],
     ) -> None:
         super().__init__()
+        self._unit_storages, self.read_unit_outside = unit_storages, False
         self._saved, self._tensors, self._efficiency, self._live = saved, tensors, efficiency, live
         # FLOPs of products by their smallest weight dimension.
         self._flops, self._recomputed_flops = Counter[int](), Counter[int]()
@@ -243,6 +256,9 @@ class _OpCounter(TorchDispatchMode):
         self._known_results: dict[object, tuple[int, list[_ResultLayout]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._unit_storages and not self.read_unit_outside and not self._saved.is_inside_unit:
+            taken = map(storage_key, _tensor_leaves((args, kwargs)))
+            self.read_unit_outside = not self._unit_storages.isdisjoint(taken)
         out = self._run_and_count(func, args, kwargs or {})
         if self._live is not None and not func.is_view:
             self._live.record_results(t for t in _tensor_leaves(out) if has_no_values(t))

@@ -21,7 +21,12 @@ from xdsl.dialects.builtin import ArrayAttr, ModuleOp
 
 from secc.cost.counting.example_arguments import CollatedSamples
 from secc.frontend.dataset.survey import DatasetSurvey
-from secc.frontend.tp_search.call_collector import CallCollector, materialize_argument, materialize_module
+from secc.frontend.tp_search.call_collector import (
+    CallCollector,
+    materialize_argument,
+    materialize_module,
+    run_on_small_batches,
+)
 from secc.frontend.tp_search.direct_reads import find_direct_reads
 from secc.frontend.tp_search.expert_cuts import (
     ALIGNED_ENTRIES,
@@ -151,12 +156,14 @@ def annotate_layouts(
     found = search_layouts(module, subject, fused, sought).layouts
     ties = [strings_of(op.names) for op in graph.body.block.ops if isinstance(op, TieOp)]
     wanted = _blocks_with_tp(graph)
+    model = subject.model
+    whole = model and (model, partial(run_on_small_batches, model, subject.user, subject.survey))
     for block, degrees in wanted:
         layouts = {path: found[path, degrees] for path, _ in layers_to_split(subject.meta, block)}
         if degrees.tp > 1:
             layouts |= _embedding_and_head_layouts(subject.meta, block, ties, degrees.tp)
         split = [path for path, layout in layouts.items() if layout.shards]
-        for path in find_direct_reads(graph, subject.meta, block, split, subject.samples):
+        for path in find_direct_reads(graph, subject.meta, block, split, subject.samples, whole):
             layouts[path] = ModuleLayout(unsplit_reasons={"": UnsplitReason(UnsplitKind.READ_BY_OTHER_CODE)})
         for path, layout in layouts.items():
             _add_layout_op(graph, block, path, degrees, layout)

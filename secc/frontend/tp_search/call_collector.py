@@ -44,14 +44,13 @@ class CallCollector:
     def run_model(self, model: nn.Module, user: UserModel, survey: DatasetSurvey) -> None:
         """Runs the model on a small batch of each pattern until every module was called. Arguments are in
         float32 where the model has 16 bits, since mappings are verified in wide floats."""
-        for pattern in survey.micro_batch_patterns():
-            if self.calls.keys() >= self.modules.keys():
-                return
-            with ExitStack() as stack:
-                self._watch_modules(stack, model, self.modules)
-                stack.enter_context(widened_floats(model, torch.float32))
-                batch = min(map(user.collate, survey.compose_batches(pattern)), key=_batch_entries)
-                model(**unflatten_batch(widen_batch(batch, torch.float32)))
+        run_on_small_batches(
+            model,
+            user,
+            survey,
+            lambda stack: self._watch_modules(stack, model, self.modules),
+            lambda: self.calls.keys() >= self.modules.keys(),
+        )
 
     def run_blocks_on_meta(
         self, graph: GraphOp, model: nn.Module, samples: CollatedSamples = NO_SAMPLES
@@ -114,6 +113,25 @@ class CallCollector:
     def _record_call(self, path: str, call: ModuleCall) -> None:
         fake = any(isinstance(t, FakeTensor) for t in tree_leaves(call))
         self.calls.setdefault(path, tree_map(partial(_copy_argument, bare=fake), call))
+
+
+def run_on_small_batches(
+    model: nn.Module,
+    user: UserModel,
+    survey: DatasetSurvey,
+    watch: Callable[[ExitStack], None],
+    is_done: Callable[[], bool] = lambda: False,
+) -> None:
+    """Runs the model on a small batch of each pattern until `is_done`, in float32 where it has 16 bits. watch:
+    enters what observes a run."""
+    for pattern in survey.micro_batch_patterns():
+        if is_done():
+            return
+        with ExitStack() as stack:
+            watch(stack)
+            stack.enter_context(widened_floats(model, torch.float32))
+            batch = min(map(user.collate, survey.compose_batches(pattern)), key=_batch_entries)
+            model(**unflatten_batch(widen_batch(batch, torch.float32)))
 
 
 def example_sizes(graph: GraphOp) -> dict[str, int]:

@@ -30,30 +30,45 @@ _PROPERTIES = frozenset(
 )
 
 
+RunModel = Callable[[Callable[[ExitStack], None]], None]  # runs a whole model with weights, being watched
+
+
 def find_direct_reads(
-    graph: GraphOp, model: nn.Module, block: str, paths: list[str], samples: CollatedSamples = NO_SAMPLES
+    graph: GraphOp,
+    meta: nn.Module,
+    block: str,
+    paths: list[str],
+    samples: CollatedSamples = NO_SAMPLES,
+    whole: tuple[nn.Module, RunModel] | None = None,
 ) -> set[str]:
     """Returns those of the modules at `paths`, inside of `block`, that other code of the block reads
-    parameters of; all of them if the block does not run without values.
+    parameters of; all of them if the block runs in no way.
 
-    model: the user's model, without weights or with them. samples: integers for blocks that read some.
+    meta: the user's model without weights. samples: integers for blocks that read some. whole: the model with
+    weights, if it fits on this machine, for blocks that do not run without.
     """
-    inside = {path: model.get_submodule(path) for path in paths if path != block}
-    if not inside:
+    paths = [path for path in paths if path != block]
+    if not paths:
         return set()
-    reads = _ReadObserver(inside)
+    reads = _ReadObserver({path: meta.get_submodule(path) for path in paths})
     sizes, examples = example_sizes(graph), CallExamples(graph, samples)
-    for case in graph.cases:
-        for op in case.ops:
-            if not isinstance(op, CallOp) or op.target.data != block:
-                continue
-            watch = partial(reads.watch_block, model.get_submodule(block))
-            runs = (
-                run_call_on_meta(op, model, sizes, example, watch)
-                for example in chain([None], islice(examples.examples_of_call(case, op), 1))
-            )
-            if not any(runs):
-                return set(inside)
+    watch = partial(reads.watch_block, meta.get_submodule(block))
+    calls = [
+        (c, op) for c in graph.cases for op in c.ops if isinstance(op, CallOp) and op.target.data == block
+    ]
+    if all(
+        any(
+            run_call_on_meta(op, meta, sizes, example, watch)
+            for example in chain([None], islice(examples.examples_of_call(case, op), 1))
+        )
+        for case, op in calls
+    ):
+        return reads.found
+    if whole is None:
+        return set(paths)
+    model, run = whole
+    reads = _ReadObserver({path: model.get_submodule(path) for path in paths})
+    run(partial(reads.watch_block, model.get_submodule(block)))
     return reads.found
 
 

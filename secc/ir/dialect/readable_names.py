@@ -18,7 +18,8 @@ ACCEPTED_ATTRIBUTE = (
     "accepted"  # the attribute of a graph that says which approximations of the loss were taken, and where
 )
 LOGGED_ATTRIBUTE = "logged"  # the attribute of a graph that says of what is logged what is no exact sum
-# the attribute of a call with layers that ran twice, or not in the order of their definition
+# the attribute of a call with layers that ran twice, or not in the order of their definition, or with
+# parameters that code outside of the layers took
 OUT_OF_TURN_ATTRIBUTE = "out_of_turn"
 # the attribute of a call that lists, of `outs`, what holds the same whatever the block is called with
 BATCH_INDEPENDENT_ATTRIBUTE = "alone"

@@ -380,6 +380,26 @@ def test_layers_run_twice_or_out_of_order_are_marked(order: tuple[int, ...], tur
     assert ("noted" in annotate_block(block).get("out_of_turn", "")) == turned
 
 
+class Penalized(Stack):
+    """Takes a weight of a layer outside of the layer, or only its dtype."""
+
+    def __init__(self, takes_values: bool) -> None:
+        super().__init__(3)
+        self.takes_values = takes_values
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = next(self.layers[1].parameters())
+        y = super().forward(x.to(weight.dtype))
+        return y + weight.square().mean() if self.takes_values else y
+
+
+@pytest.mark.parametrize("takes_values", [True, False])
+def test_layers_with_weights_that_other_code_takes_are_marked(takes_values: bool) -> None:
+    block = Penalized(takes_values)
+    assert count_on_meta(block, recompute_units(block)).units_in_order != takes_values
+    assert ("noted" in annotate_block(block).get("out_of_turn", "")) == takes_values
+
+
 @pytest.mark.parametrize("depth", [1, 5])
 def test_flops_match_torch_flop_counter(depth: int) -> None:
     block = Stack(depth)
