@@ -122,8 +122,8 @@ def run_on_small_batches(
     watch: Callable[[ExitStack], None],
     is_done: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Runs the model on a small batch of each pattern until `is_done`, in float32 where it has 16 bits. watch:
-    enters what observes a run."""
+    """Runs the model on a small batch of each pattern until `is_done`, in float32 where it has 16 bits.
+    watch: enters what observes a run."""
     for pattern in survey.micro_batch_patterns():
         if is_done():
             return
