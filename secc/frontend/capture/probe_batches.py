@@ -4,6 +4,7 @@ need no padding."""
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -392,11 +393,14 @@ class ProbeBatches:
             return None
 
     def _record_if_accepted(self, b: ProbeBatch) -> ObservedRecording | None:
-        """Records a changed micro-batch; None if the model refuses its width or its masks."""
-        try:
-            return self._record_batch(b)
-        except (UserError, ValueError):
-            return None
+        """Records a changed micro-batch; None if the model refuses its width or its masks. It may warn of
+        sizes that no batch of the user's has: that is not shown."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return self._record_batch(b)
+            except (UserError, ValueError):
+                return None
 
     def record_other_widths(self, name: str, size: int) -> Iterator[ObservedRecording]:
         """Yields recordings of micro-batches in which the width `name` is not `size`: of one sample each, of
