@@ -5,7 +5,7 @@ The search starts with the solver's plan and plans of other kinds (`secc.alloc.r
 to the best neighbour until none is better, `MAX_EVALUATED_PLANS` were evaluated, or the scheduled tasks reach
 a budget. A neighbour differs in one thing: one section runs as another candidate on as many ranks, or ranks
 move from one group to another, or idle ranks are added to a group. Neighbours are ranked by the closed forms,
-such that each section gets its first neighbour before any gets its second, and other (tp, pp, norms, ranks)
+such that each section gets its first neighbour before any gets its second, and other (tp, pp, ranks)
 come before other micro-batches. A plan does not count if its scheduled step exceeds memory.
 
 Closed forms may misjudge a section on few ranks. So the search goes on with plans that take ranks to the
@@ -472,22 +472,31 @@ class _LocalSearch:
         changes the same ones.
 
         Without this, many plans that differ from `a` in minor choices would use up the evaluations. Plans
-        that change only micro-batches or memory count as second.
+        that change only norms, micro-batches or memory count as second; of these, norms are a kind of their
+        own.
         """
         count_of_kind = Counter[object]()
         order: list[int] = []
         for plan in plans:
             changed = [s for s, i in plan.choice.items() if i != a.choice[s]]
             same_shapes = all(self._parallel_shape(plan, s) == self._parallel_shape(a, s) for s in changed)
-            kind = same_shapes, *((s, self._parallel_shape(plan, s)[-1]) for s in changed)
+            same_norms = all(self._norms(plan, s) == self._norms(a, s) for s in changed)
+            kind = (
+                same_shapes,
+                same_shapes and same_norms,
+                *((s, self._parallel_shape(plan, s)[-1]) for s in changed),
+            )
             order.append(count_of_kind[kind] + same_shapes)
             count_of_kind[kind] += 1
         return [plan for _, plan in sorted(zip(order, plans, strict=True), key=lambda p: p[0])]
 
-    def _parallel_shape(self, a: Assignment, section: str) -> tuple[int, int, int, str, int]:
-        """(tp, pp, cp, norms, ranks) of a section in a plan."""
+    def _parallel_shape(self, a: Assignment, section: str) -> tuple[int, int, int, int]:
+        """(tp, pp, cp, ranks) of a section in a plan."""
         c = self.problem.sections[section][a.choice[section]]
-        return c.tp, c.pp, c.cp, c.norms, c.ranks
+        return c.tp, c.pp, c.cp, c.ranks
+
+    def _norms(self, a: Assignment, section: str) -> str:
+        return self.problem.sections[section][a.choice[section]].norms
 
     def _feasible_plans(self, options: Iterable[Assignment]) -> list[Assignment]:
         """Plans that violate no constraint, best first by the closed forms."""
