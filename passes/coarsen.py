@@ -309,15 +309,16 @@ def _declare_sections(graph: GraphOp, grouping: BlockGrouping) -> None:
 
 def _modules_of_groups(graph: GraphOp, groups: Sequence[BlockGroup]) -> dict[BlockGroup, str]:
     """Returns the module that each group is named after: its component, or where several groups share that,
-    the innermost module around the blocks of each. If that is the model, it is the group's largest block or
-    list of blocks."""
+    the innermost module around the blocks of each. Where that is the model for several groups, each is named
+    after its largest block or list of blocks."""
     components = [g.component for g in groups]
-    return {
-        g: g.component
-        if components.count(g.component) == 1
-        else _common_module(g.blocks) or g.component or _largest_module(graph, g.blocks)
+    found = {
+        g: (_common_module(g.blocks) if components.count(g.component) > 1 else "") or g.component
         for g in groups
     }
+    if [*found.values()].count("") > 1:
+        found |= {g: _largest_module(graph, g.blocks) for g, module in found.items() if not module}
+    return found
 
 
 def _largest_module(graph: GraphOp, blocks: Sequence[str]) -> str:
