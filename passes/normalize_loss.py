@@ -83,7 +83,7 @@ class CaseTerms:
         return frozenset(strings_of(self.case.when))
 
     @property
-    def called(self) -> frozenset[str]:
+    def called_blocks(self) -> frozenset[str]:
         """The blocks that the case calls."""
         return frozenset(op.target.data for op in self.case.ops if isinstance(op, CallOp))
 
@@ -144,7 +144,7 @@ class NormalizeLoss(ModulePass):
             declare_all_samples(graph, self.global_batch)
         names, structure = TermNames(), StructureDigests()
         keys = match_identities(
-            [CaseParts(f.pattern, f.called, part_identities(f.parts, structure)) for f in found]
+            [CaseParts(f.pattern, f.called_blocks, part_identities(f.parts, structure)) for f in found]
         )
         one = len({key for known in keys for key in known}) == 1
         shares = _find_shares(found, keys, structure)

@@ -168,9 +168,7 @@ def _labels_from_blocks(labels: SSAValue) -> list[SSAValue]:
             operands = [operands[0], operands[2]]
         case "cat":
             pass
-        case "masked_fill":
-            operands = operands[:1]
-        case name if name in _LABEL_SHAPE_OPS:
+        case name if name in _LABEL_SHAPE_OPS | {"masked_fill"}:
             operands = operands[:1]
         case _:
             return []

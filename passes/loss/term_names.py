@@ -149,7 +149,7 @@ class CaseParts:
     """The parts of a case's loss: its optional keys, the blocks that it calls, identities of its parts."""
 
     keys: frozenset[str]
-    called: frozenset[str]
+    called_blocks: frozenset[str]
     parts: list[PartIdentity]
 
     def find_same(self, part: PartIdentity, wider: CaseParts) -> list[PartIdentity]:
@@ -159,7 +159,9 @@ class CaseParts:
         return [
             p
             for p in wider.parts
-            if p not in mine and part.is_within(p) and self.called.isdisjoint({*p.blocks} - {*part.blocks})
+            if p not in mine
+            and part.is_within(p)
+            and self.called_blocks.isdisjoint({*p.blocks} - {*part.blocks})
         ]
 
 

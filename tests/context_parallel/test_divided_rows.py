@@ -1,5 +1,5 @@
-"""Models on the rows of ranks of cp, whose norms work on the positions that each rank of tp has of these rows
-(threads), give the loss and gradients of one rank."""
+"""Each rank of cp has some rows of a sequence, and the ranks of tp in it divide these rows for norms. With
+threads as ranks, loss and gradients of small models are those of one rank."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ The search starts with the solver's plan and plans of other kinds (`secc.alloc.r
 to the best neighbour until none is better, `MAX_EVALUATED_PLANS` were evaluated, or the scheduled tasks reach
 a budget. A neighbour differs in one thing: one section runs as another candidate on as many ranks, or ranks
 move from one group to another, or idle ranks are added to a group. Neighbours are ranked by the closed forms,
-such that each section gets its first neighbour before any gets its second, and other (tp, pp, ranks)
-come before other micro-batches. A plan does not count if its scheduled step exceeds memory.
+such that each section gets its first neighbour before any gets its second, and other (tp, pp, cp, ranks)
+come before other norms and micro-batches. A plan does not count if its scheduled step exceeds memory.
 
 Closed forms may misjudge a section on few ranks. So the search goes on with plans that take ranks to the
 section that the schedule of the best plan shows to be busiest, until none of them is better.
