@@ -3,9 +3,10 @@ to other implementations.
 
     python tools/bench_kernels.py              all operators at the sizes of Qwen3 and Llama models,
                                                4,096 to 32,768 rows
-    python tools/bench_kernels.py --quick      only Qwen3-8B's sizes and 8,192 rows
+    python tools/bench_kernels.py --models Qwen3-8B --rows 8192    fewer sizes
     python tools/bench_kernels.py --tune       measures launch parameters first, and keeps them for later runs
                                                and for training
+    python tools/bench_kernels.py --compile-only  runs everything once, so that compilers fill their caches
     python tools/bench_kernels.py --precision  only the errors against float64, next to unfused PyTorch's;
                                                needs no GPU
 
@@ -42,6 +43,15 @@ from tools.kernel_cases import (
 )
 
 IMPLEMENTATION_COLORS = {"secc": "#2a6fb0", "eager": "#999999", "compile": "#d9a441", "liger": "#5a9a5a"}
+# The tunable kernel behind an operator, where they have different names.
+TUNABLE_OF_CASE = {
+    "rms_norm": "norm",
+    "layer_norm": "norm",
+    "swiglu": "gated",
+    "geglu": "gated",
+    "gather_rows": "rows",
+    "scatter_rows": "rows",
+}
 ERROR_SLACK = 2.0  # allowed error, relative to unfused PyTorch in the same dtype
 
 
@@ -246,20 +256,54 @@ def check_precision(
     return all_fine
 
 
-def tune_kernels(cases: Sequence[KernelCase], sizes: Sequence[ModelSizes], dtype: torch.dtype) -> None:
-    """Measures the launch parameters of all kernels at these sizes."""
+def tune_kernels(
+    cases: Sequence[KernelCase], sizes: Sequence[ModelSizes], dtype: torch.dtype, compile_only: bool
+) -> None:
+    """Measures the launch parameters of the cases' kernels at these sizes, each size class once; or only runs
+    every candidate once."""
+    known = set[str]()
     for s in sizes:
         widths = {"norm": s.hidden, "rows": s.hidden, "gated": s.intermediate, "rope": s.head}
-        widths |= {case.name: s.vocabulary for case in cases if case.name in launch_tuning.TUNABLE_KERNELS}
-        for name, launch in launch_tuning.tune(s.rows, widths, dtype).items():
-            print(f"tuned {name} for {s.name}: {launch}", flush=True)
+        widths |= dict.fromkeys(launch_tuning.TUNABLE_KERNELS.keys() - widths.keys(), s.vocabulary)
+        asked = {TUNABLE_OF_CASE.get(case.name, case.name) for case in cases}
+        for name in sorted(asked & launch_tuning.TUNABLE_KERNELS.keys()):
+            key = launch_tuning.measurement_key(name, widths[name], dtype, torch.device("cuda"))
+            if key in known:
+                continue
+            known.add(key)
+            if compile_only:
+                launch_tuning.tune(s.rows, {name: widths[name]}, dtype, time=run_once, save=False)
+                launch_tuning.measured_launches().clear()
+            else:
+                launch = launch_tuning.tune(s.rows, {name: widths[name]}, dtype)[name]
+                print(f"tuned {name} for {s.name}: {launch}", flush=True)
+
+
+def run_once(run: Callable[[], object]) -> float:
+    """Runs once and takes it for a millisecond."""
+    run()
+    torch.cuda.synchronize()
+    return 1.0
+
+
+def compile_cases(cases: Sequence[KernelCase], sizes: Sequence[ModelSizes], dtype: torch.dtype) -> None:
+    """Runs every implementation once."""
+    for case in cases:
+        for s in sizes:
+            for run in implementations_of(case, compiled=True).values():
+                inputs, upstream = prepare_inputs(case, s, dtype, torch.device("cuda"))
+                run_forward_backward(case, run, inputs, upstream)
+            torch.cuda.empty_cache()
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="Qwen3-8B and 8,192 rows only")
+    names = [sizes.name for sizes in MODEL_SIZES]
+    parser.add_argument("--models", nargs="*", default=names, choices=names, help="only these models' sizes")
+    parser.add_argument("--rows", nargs="*", type=int, default=[4096, 8192, 32_768], help="numbers of rows")
+    parser.add_argument("--compile-only", action="store_true", help="run everything once without timing it")
     parser.add_argument("--tune", action="store_true", help="measure launch parameters first")
     parser.add_argument("--precision", action="store_true", help="only the errors against float64")
     parser.add_argument("--kernels", nargs="*", help="only these operators")
@@ -304,7 +348,7 @@ def main() -> int:
     args = parse_arguments()
     cases = [c for c in loss_cases() + memory_bound_cases() if not args.kernels or c.name in args.kernels]
     dtype, gpu = getattr(torch, args.dtype), torch.cuda.is_available()
-    right = check_precision(
+    right = args.compile_only or check_precision(
         cases,
         replace(MODEL_SIZES[1], rows=512) if gpu else TINY_SIZES,
         dtype,
@@ -319,14 +363,13 @@ def main() -> int:
     if not gpu:
         print("no GPU found, so nothing was timed; --precision alone needs none", file=sys.stderr)
         return 2
-    models = MODEL_SIZES[1:2] if args.quick else MODEL_SIZES
-    sizes = [
-        replace(model, rows=rows)
-        for model in models
-        for rows in ((8192,) if args.quick else (4096, 8192, 32_768))
-    ]
+    models = [model for model in MODEL_SIZES if model.name in args.models]
+    sizes = [replace(model, rows=rows) for model in models for rows in args.rows]
     if args.tune:
-        tune_kernels(cases, [s for s in sizes if s.rows == 8192], dtype)
+        tune_kernels(cases, [replace(model, rows=8192) for model in models], dtype, args.compile_only)
+    if args.compile_only:
+        compile_cases(cases, sizes, dtype)
+        return 0
     bench_cases(cases, sizes, dtype, args.out)
     return 0
 

@@ -1,5 +1,6 @@
-"""The list of checks in their order, and the run that goes through it: each check in a process of its own
-with a time limit, each result in a file of its own, so that a later call goes on where one call ended."""
+"""The list of checks, and the run that goes through it: first those that only compare, together; then those
+that measure time, one after the other. Each check is a process of its own with a time limit, each result a
+file of its own, so that a later call goes on where one call ended."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,21 +27,27 @@ from tools.gpu_day.outcome import Bench, Check, Outcome, set_environment
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = ("secc", "passes", "runtime", "templates", "tools", "tests/models", "examples")
 CHECKS = (
-    Check("card", "the card, the software, and the rates of a copy and a product", 90, kernels.describe_card),
-    Check("kernels-exact", "fused operators against float64 on 500 shapes", 240, kernels.check_exactness),
+    Check("kernels-exact", "fused operators against float64 on 500 shapes", 300, kernels.check_exactness),
     Check("kernels-same-bits", "fused operators twice", 120, kernels.check_same_bits),
-    Check("examples", "the examples against plain PyTorch", 180, training.check_examples),
-    Check("zoo", "twenty architectures against plain PyTorch", 420, training.check_zoo),
-    Check("shared-ranks", "several ranks on the card, the same", 300, training.check_shared_ranks),
-    Check("same-bits", "a plan twice, and with every launch awaited", 180, training.check_same_bits),
-    Check("leaks", "memory over 200 steps", 240, training.check_leaks),
-    Check("kernel-speed", "fused operators against eager, compiled, Liger", 420, kernels.measure_speed),
-    Check("steps", "steps of a rank against plain PyTorch's", 300, costs.measure_steps),
-    Check("memory", "memory of a rank against the prediction", 240, costs.measure_memory),
-    Check("profile", "costs of blocks at sizes held back", 300, costs.measure_profile),
-    Check("links", "rates and links of this machine", 180, costs.measure_links),
     Check("sanitizer", "memory accesses and races of the operators", 300, kernels.check_memory_accesses),
+    Check("examples", "the examples against plain PyTorch", 180, training.check_examples),
+    Check("zoo", "twenty architectures against plain PyTorch", 300, training.check_zoo),
+    Check("shared-ranks", "several ranks on the card, the same", 300, training.check_shared_ranks),
+    Check("same-bits", "a plan twice, and with every launch awaited", 240, training.check_same_bits),
+    Check("leaks", "memory over 200 steps", 240, training.check_leaks),
     Check("long-runs", "500 steps against plain PyTorch's curve", 580, costs.check_long_runs),
+    Check("kernels-compiled", "the operators' launches, compiled and kept", 300, kernels.compile_launches),
+    Check(
+        "card",
+        "the software, and the card with its rates",
+        90,
+        kernels.describe_card,
+        True,
+    ),
+    Check("kernel-speed", "fused operators against eager, compiled, Liger", 420, kernels.measure_speed, True),
+    Check("steps", "steps of a rank against plain PyTorch's, and its memory", 400, costs.measure_steps, True),
+    Check("profile", "costs of blocks at sizes held back", 400, costs.measure_profile, True),
+    Check("links", "rates and links of this machine", 180, costs.measure_links, True),
 )
 
 
@@ -60,29 +68,41 @@ def run_all(out: Path, dry: bool, minutes: float, only: Sequence[str] = ()) -> b
     """Runs the checks that have no result for these sources yet, until the time is over. Returns whether all
     have one and none failed."""
     out.mkdir(parents=True, exist_ok=True)
-    end, finished = time.monotonic() + 60 * minutes, True
-    for check in CHECKS:
-        if only and check.name not in only:
-            continue
-        if (known := read_result(out, check.name)) is None or known["sources"] != source_digest():
-            left = end - time.monotonic()
-            if left < min(check.limit_s, 60):
-                print(f"{check.name}: left for the next call", flush=True)
-                finished = False
-                continue
-            _run_apart(check, out, dry, min(check.limit_s, left))
-            known = read_result(out, check.name)
-        assert known is not None
-        print(f"{check.name}: {_verdict(known)}", flush=True)
-        finished &= not known["failures"]
+    end = time.monotonic() + 60 * minutes
+    chosen = [check for check in CHECKS if not only or check.name in only]
+
+    def run(check: Check) -> bool:
+        done = _run_if_due(check, out, dry, end)
         (out / "page.md").write_text(make_page(out))
-    return finished
+        return done
+
+    together = 1 if dry else sum(not check.alone for check in chosen)
+    with ThreadPoolExecutor(max(1, together)) as pool:
+        finished = list(pool.map(run, [check for check in chosen if not check.alone]))
+    finished += [run(check) for check in chosen if check.alone]
+    return all(finished)
+
+
+def _run_if_due(check: Check, out: Path, dry: bool, end: float) -> bool:
+    """Runs a check that has no result for these sources, if the time until `end` is enough. Returns whether
+    it has a result and nothing failed."""
+    if (known := read_result(out, check.name)) is None or known["sources"] != source_digest():
+        left = end - time.monotonic()
+        if left < min(check.limit_s, 60):
+            print(f"{check.name}: left for the next call", flush=True)
+            return False
+        _run_apart(check, out, dry, min(check.limit_s, left))
+        known = read_result(out, check.name)
+    assert known is not None
+    print(f"{check.name}: {_verdict(known)}", flush=True)
+    return not known["failures"]
 
 
 def _run_apart(check: Check, out: Path, dry: bool, limit_s: float) -> None:
     """Runs a check in a session of its own, and ends all its processes after the limit."""
     command = [sys.executable, "-m", "tools.gpu_day", "--run", check.name, "--out", str(out)]
-    environment = set_environment({"PYTHONPATH": str(ROOT)})
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = set_environment({"PYTHONPATH": os.pathsep.join(paths)})
     start = time.monotonic()
     with (out / f"{check.name}.log").open("w") as log:
         process = subprocess.Popen(

@@ -7,20 +7,27 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+import torch
 
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
+from secc.errors import UserError
 from secc.report.html_page import report_page
 from secc.runtime.model.user_file import load_model_file
+from tools.bench_runtime import WARM_UP_STEPS, PlainTrainer, join_training, run_on_ranks, time_step
 from tools.compare_training import read_metrics, run_plan_ranks
 from tools.gpu_day.outcome import Bench, Outcome, set_environment
-from tools.gpu_day.training_checks import train_with_memory
 from tools.train_plain import train_model
 
 MODELS = Path(__file__).parent / "models"
 MODEL_NAMES = ("decoder", "distillation", "llava")
+STEP_BATCH, PROFILED_STEPS = 4, 3
 MOST_STEP_RATIO, MOST_MEMORY_ERROR, MOST_BLOCK_ERROR = 1.02, 0.05, 0.03
 # Losses of a plan and of plain PyTorch, relative: the limit of docs/guide/exactness.md for the first 20
 # steps; later the rounding of different orders of summation grows with every step.
@@ -28,39 +35,77 @@ EARLY_STEPS, EARLY_TOLERANCE, CURVE_TOLERANCE = 20, 1e-4, 2e-2
 
 
 def measure_steps(bench: Bench) -> Outcome:
-    """Times steps of a few layers of the real sizes by a plan and by hand, in turn, in one process."""
-    found = Outcome()
-    for name in MODEL_NAMES[:1] if bench.dry else MODEL_NAMES:
-        table = bench.folder / f"{name}.json"
-        command = [sys.executable, "-m", "tools.bench_runtime", str(MODELS / f"{name}.py"), "--ranks", "1"]
-        command += ["--global-batch", "4", "--steps", "3" if bench.dry else "15", "--json", str(table)]
-        result = subprocess.run(command, env=_sized("layers", bench), capture_output=True, text=True)
-        if result.returncode:
-            found.failures.append(f"{name}: {result.stderr[-500:]}")
-            continue
-        read = json.loads(table.read_text())
-        row = dict(zip(read["columns"], read["rows"][0], strict=True))
-        found.figures |= {f"{name} ratio": row["ratio"], f"{name} ms": row["secc, ms"]}
-        if not bench.dry and row["ratio"] > MOST_STEP_RATIO:
-            found.failures.append(f"{name}: {row['ratio']} of plain PyTorch's step, aim {MOST_STEP_RATIO}")
-    return found
-
-
-def measure_memory(bench: Bench) -> Outcome:
-    """Compares the most memory that steps allocate with the plan's prediction."""
+    """Times steps of a few layers of the real sizes by a plan and by hand, in turn, in one process: with the
+    same kernels, and with fused ones. Compares the plan's memory with the prediction."""
     found = Outcome()
     os.environ |= _sized("layers", bench)
+    cluster = "1x1xcpu" if bench.dry else "local:1"
     for name in MODEL_NAMES[:1] if bench.dry else MODEL_NAMES:
-        cluster = "1x1xcpu" if bench.dry else "1x1xH200"
-        options = CompileOptions(cluster=cluster, global_batch=4)
-        memory = train_with_memory(MODELS / f"{name}.py", bench.folder / name, 4, options)
-        plan = json.loads((bench.folder / name / "plan" / "plan.json").read_text())
-        predicted = sum(section["memory_gib"] for section in plan["sections"].values())
-        measured = max(most for _, most in memory) / 2**30
-        found.figures |= {f"{name} predicted GiB": predicted, f"{name} measured GiB": measured}
-        if not bench.dry and abs(predicted - measured) > MOST_MEMORY_ERROR * measured:
-            found.failures.append(f"{name}: {predicted:.2f} GiB predicted, {measured:.2f} GiB measured")
+        for fuse in (False, True):
+            label, plan = f"{name} {'fused' if fuse else 'same kernels'}", bench.folder / f"{name}-{fuse:d}"
+            try:
+                options = CompileOptions(cluster=cluster, global_batch=STEP_BATCH, fuse=fuse)
+                made = compile_model(MODELS / f"{name}.py", options)
+                made.write_plan(plan, report_page)
+                (measured,) = run_on_ranks(time_rank, plan, 1, 3 if bench.dry else 12)
+            except (UserError, EOFError) as error:
+                found.failures.append(f"{label}: {error!r}"[:500])
+                continue
+            predicted = sum(section.memory_gib for section in made.plan.sections)
+            _judge_steps(label, measured, predicted, found, judged=not bench.dry, same=not fuse)
     return found
+
+
+def time_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any) -> None:
+    """Sends a rank's figures: the most memory in GiB, the median step of the plan and of plain PyTorch in
+    seconds with the median of their ratios, and the seconds that the device computes in a step of each."""
+    with join_training(plan, rank, world, port, steps + PROFILED_STEPS) as (context, trainer, batches):
+        device, figures = context.device, dict[str, float]()
+
+        def planned() -> object:
+            return trainer.train_step(next(batches))
+
+        for _ in range(WARM_UP_STEPS):
+            planned()
+        if device.type == "cuda":
+            figures["memory"] = torch.cuda.max_memory_allocated(device) / 2**30
+        user = load_model_file(context.user_model.path)
+        plain = PlainTrainer(user, context.plan.global_batch, device)
+        for _ in range(WARM_UP_STEPS):
+            plain.train_step()
+        times = [
+            (time_step(planned, device)[0], time_step(plain.train_step, device)[0]) for _ in range(steps)
+        ]
+        ours, theirs = zip(*times, strict=True)
+        figures |= {"seconds": median(ours), "plain seconds": median(theirs)}
+        figures["ratio"] = median(a / b for a, b in times)
+        if device.type == "cuda":
+            figures["busy"] = _device_seconds(planned)
+            figures["plain busy"] = _device_seconds(plain.train_step)
+        pipe.send(figures)
+
+
+def _device_seconds(step: Callable[[], object]) -> float:
+    """Returns the seconds that kernels and copies of a step take on the device, by the profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(PROFILED_STEPS):
+            step()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profile.key_averages()) / PROFILED_STEPS / 1e6
+
+
+def _judge_steps(
+    label: str, measured: Mapping[str, float], predicted: float, found: Outcome, judged: bool, same: bool
+) -> None:
+    """Adds the figures of a plan, and what misses the aims."""
+    found.figures |= {f"{label} {name}": value for name, value in measured.items()}
+    found.figures[f"{label} predicted memory"] = predicted
+    if not judged:
+        return
+    if same and measured["ratio"] > MOST_STEP_RATIO:
+        found.failures.append(f"{label}: {measured['ratio']:.3f} of plain PyTorch's step")
+    if abs(predicted - measured["memory"]) > MOST_MEMORY_ERROR * measured["memory"]:
+        found.failures.append(f"{label}: {predicted:.2f} GiB predicted, {measured['memory']:.2f} measured")
 
 
 def measure_profile(bench: Bench) -> Outcome:
@@ -93,24 +138,30 @@ def measure_links(bench: Bench) -> Outcome:
 
 
 def check_long_runs(bench: Bench) -> Outcome:
-    """Trains a LLaVA and a distillation for hundreds of steps on ranks that share the device, and compares
-    the losses with plain PyTorch's."""
+    """Trains a LLaVA and a distillation for hundreds of steps on ranks that share the device, each section on
+    a rank of its own, and compares the losses with plain PyTorch's."""
     found, steps = Outcome(), 6 if bench.dry else 500
     os.environ |= _sized("train", bench)
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    cluster = f"1x2x{'cpu' if bench.dry else 'H100'}"
     for name in ("llava", "distillation"):
-        model, ranks = MODELS / f"{name}.py", 2
-        made = compile_model(model, CompileOptions(cluster=f"1x{ranks}xcpu", global_batch=8))
+        model = MODELS / f"{name}.py"
+        options = CompileOptions(cluster=cluster, global_batch=4, strategy="apart", fuse=True)
+        made = compile_model(model, options)
         made.write_plan(bench.folder / name, report_page)
         logs = bench.folder / f"{name}-logs"
-        arguments = ["--steps", str(steps), "--log-dir", str(logs), "--share-gpus"]
-        run_plan_ranks(bench.folder / name, made.plan.world_size, arguments, limit_s=550)
+        arguments = ["--steps", str(steps), "--log-dir", str(logs), "--share-gpus", "--no-first-check"]
+        with ThreadPoolExecutor(1) as pool:  # plain PyTorch meanwhile
+            plain = pool.submit(train_model, load_model_file(model), steps, 4, device=bench.device)
+            run_plan_ranks(bench.folder / name, made.plan.world_size, arguments, limit_s=550)
+            _, theirs = plain.result()
         ours = [m["loss"] for m in read_metrics(logs)]
-        _, theirs = train_model(load_model_file(model), steps, 8, device=bench.device)
         errors = [abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)]
         early, all_steps = max(errors[:EARLY_STEPS]), max(errors)
+        found.figures[f"{name} sections"] = ", ".join(s.name for s in made.plan.sections)
         found.figures |= {f"{name} first loss": theirs[0], f"{name} last loss": theirs[-1]}
         found.figures |= {f"{name} error of 20 steps": early, f"{name} error of all steps": all_steps}
+        found.figures[f"{name} losses"] = " ".join(f"{loss:.4f}" for loss in ours[:: max(1, steps // 20)])
         if early > EARLY_TOLERANCE or all_steps > CURVE_TOLERANCE:
             found.failures.append(f"{name}: losses off by {early:.1e} in 20 steps, {all_steps:.1e} in all")
     return found

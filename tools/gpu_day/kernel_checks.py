@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -24,7 +26,8 @@ from tools.bench_kernels import (
 from tools.gpu_day.outcome import Bench, Outcome, set_environment
 from tools.kernel_cases import TINY_SIZES, KernelCase, ModelSizes, loss_cases, memory_bound_cases
 
-SHAPES = 500
+SHAPES, KERNEL_PROCESSES = 500, 7
+SPEED_OPTIONS = ["--models", "Qwen3-8B", "Qwen3-32B", "Llama-3.1-8B", "--rows", "8192", "--tune"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rounding that unfused PyTorch may lack by chance on a few numbers, relative, by dtype.
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -71,18 +74,39 @@ def random_cases(count: int, seed: int = 0) -> Iterator[tuple[KernelCase, ModelS
 
 
 def check_exactness(bench: Bench) -> Outcome:
-    """Compares values and gradients with float64 on random shapes, next to unfused PyTorch's errors."""
-    found, worst = Outcome(), dict.fromkeys(DTYPES, 0.0)
-    count = 30 if bench.dry else SHAPES
-    for case, sizes, dtype in random_cases(count):
+    """Compares values and gradients with float64 on random shapes, next to unfused PyTorch's errors. Several
+    processes share the shapes, since most of the time goes into compiling kernels."""
+    if bench.dry:
+        return _compare_shapes(bench, 30, 0, 1)
+    parts = KERNEL_PROCESSES
+    with ProcessPoolExecutor(parts, get_context("spawn")) as pool:
+        results = pool.map(_compare_shapes, [bench] * parts, [SHAPES] * parts, range(parts), [parts] * parts)
+        found = Outcome()
+        for result in results:
+            found.failures += result.failures
+            for name, value in result.figures.items():
+                known = found.figures.get(name, 0)
+                assert isinstance(value, int | float) and isinstance(known, int | float)
+                found.figures[name] = known + value if name == "shapes" else max(known, value)
+    return found
+
+
+def _compare_shapes(bench: Bench, count: int, part: int, parts: int) -> Outcome:
+    """Compares each `parts`-th of `count` random shapes, from number `part` on."""
+    found, worst = Outcome({"shapes": 0}), dict.fromkeys(DTYPES, 0.0)
+    for case, sizes, dtype in list(random_cases(count))[part::parts]:
         if bench.dry:
             sizes = replace(sizes, rows=min(sizes.rows, 40), vocabulary=min(sizes.vocabulary, 500))
-        errors = measure_precision(case, sizes, dtype, bench.device)
+        try:
+            errors = measure_precision(case, sizes, dtype, bench.device)
+        except RuntimeError as error:
+            found.failures.append(f"{case.name} {dtype} {sizes}: {str(error)[:300]}")
+            continue
         for ours, theirs in zip(errors["secc"], errors["eager"], strict=True):
             worst[dtype] = max(worst[dtype], ours)
             if not ours <= ERROR_SLACK * theirs + ROUNDING[dtype]:
                 found.failures.append(f"{case.name} {dtype} {sizes}: error {ours:.2e}, eager {theirs:.2e}")
-    found.figures["shapes"] = count
+        found.figures["shapes"] = int(found.figures["shapes"] or 0) + 1
     for dtype, error in worst.items():
         found.figures[f"worst_error_{str(dtype).removeprefix('torch.')}"] = error
     return found
@@ -109,31 +133,71 @@ def check_same_bits(bench: Bench) -> Outcome:
     return found
 
 
+def run_operators() -> None:
+    """Runs every operator forward and backward once on the GPU at small uneven sizes, in each dtype."""
+    sizes = replace(TINY_SIZES, hidden=200, vocabulary=1003, rows=67)
+    for case in loss_cases() + memory_bound_cases():
+        for dtype in DTYPES:
+            inputs, upstream = prepare_inputs(case, sizes, dtype, torch.device("cuda"))
+            run_forward_backward(case, case.implementations["secc"], inputs, upstream)
+    torch.cuda.synchronize()
+
+
 def check_memory_accesses(bench: Bench) -> Outcome:
     """Runs every operator under compute-sanitizer, for accesses out of bounds and for races."""
     found, tool = Outcome(), shutil.which("compute-sanitizer")
-    script = [sys.executable, "-m", "tools.gpu_day", "--run", "kernels-same-bits", "--out", str(bench.folder)]
     if bench.dry:
         found.figures["sanitizer"] = "not run on the CPU"
         return found
     if tool is None:
         found.failures.append("compute-sanitizer is not installed")
         return found
+    script = "from tools.gpu_day.kernel_checks import run_operators; run_operators()"
     environment = set_environment({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
-    for kind in ("memcheck", "racecheck"):
-        command = [tool, "--tool", kind, "--error-exitcode", "9", *script]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True)
-        found.figures[kind] = result.returncode
-        if result.returncode:
-            found.failures.append(f"{kind}: {result.stdout[-800:]}")
+    started = {
+        kind: subprocess.Popen(
+            [tool, "--tool", kind, "--error-exitcode", "9", sys.executable, "-c", script],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for kind in ("memcheck", "racecheck")
+    }
+    for kind, process in started.items():
+        output, _ = process.communicate()
+        found.figures[kind] = process.returncode
+        if process.returncode:
+            found.failures.append(f"{kind} ended with {process.returncode}: {output[-1500:]}")
+    return found
+
+
+def compile_launches(bench: Bench) -> Outcome:
+    """Runs whatever `measure_speed` times once, in several processes, so that compilers have filled their
+    caches before time is measured."""
+    if bench.dry:
+        return Outcome({"compiled": "not on the CPU"})
+    cases = [case.name for case in memory_bound_cases()]
+    groups = [[case.name for case in loss_cases()], cases[::3], cases[1::3], cases[2::3]]
+    command = [sys.executable, "tools/bench_kernels.py", *SPEED_OPTIONS, "--compile-only", "--kernels"]
+    started = [
+        subprocess.Popen([*command, *group], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for group in groups
+    ]
+    found = Outcome({"compiled": len(cases) + len(groups[0])})
+    for process in started:
+        output, _ = process.communicate()
+        if process.returncode:
+            found.failures.append(f"ended with {process.returncode}: {output[-1500:]}")
     return found
 
 
 def measure_speed(bench: Bench) -> Outcome:
-    """Times every operator next to eager PyTorch, torch.compile and Liger-Kernel, at an 8B model's sizes."""
+    """Times every operator next to eager PyTorch, torch.compile and Liger-Kernel, at sizes of 8B and 32B
+    models."""
     found, out = Outcome(), bench.folder / "speed"
     command = [sys.executable, "tools/bench_kernels.py", "--out", str(out)]
-    command += ["--precision"] if bench.dry else ["--quick", "--tune"]
+    command += ["--precision"] if bench.dry else SPEED_OPTIONS
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         found.failures.append(f"bench_kernels ended with {result.returncode}: {result.stderr[-500:]}")
@@ -148,7 +212,7 @@ def _judge_speed(file: Path, found: Outcome) -> Outcome:
     by_case: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
         if not row["failure"]:
-            by_case.setdefault(row["case"], {})[row["way"]] = row
+            by_case.setdefault(f"{row['case']} {row['model']}", {})[row["way"]] = row
     for case, ways in by_case.items():
         for way, row in ways.items():
             found.figures[f"{case} {way} ms"] = row["ms"]
@@ -161,11 +225,11 @@ def _judge_speed(file: Path, found: Outcome) -> Outcome:
         aim = LEAST_OF_PRODUCT if ours["of_flops"] else LEAST_OF_COPY
         if share < aim:
             found.failures.append(f"{case}: {share:.2f} of what the card reaches, aim {aim}")
-        if case == "linear_kl" and "eager" in ways:
+        if case.startswith("linear_kl ") and "eager" in ways:
             time, memory = (ours[k] / ways["eager"][k] for k in ("ms", "memory_mib"))
-            found.figures |= {"linear_kl time of eager": time, "linear_kl memory of eager": memory}
+            found.figures |= {f"{case} time of eager": time, f"{case} memory of eager": memory}
             if time > MOST_KL_TIME or memory > MOST_KL_MEMORY:
-                found.failures.append(f"linear_kl: {time:.2f} of eager's time, {memory:.3f} of its memory")
+                found.failures.append(f"{case}: {time:.2f} of eager's time, {memory:.3f} of its memory")
         slower = [w for w in ("liger", "compile") if w in ways and ways[w]["ms"] < ours["ms"]]
         if slower:
             found.failures.append(f"{case}: slower than {', '.join(slower)}")

@@ -35,12 +35,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Check:
-    """A check by name: what it shows, the seconds after which it is ended, and the function that runs it."""
+    """A check by name: what it shows, the seconds after which it is ended, and the function that runs it.
+    `alone`: it measures time, so nothing else runs meanwhile."""
 
     name: str
     shows: str
     limit_s: int
     run: Callable[[Bench], Outcome]
+    alone: bool = False
 
 
 def set_environment(variables: Mapping[str, str]) -> dict[str, str]:

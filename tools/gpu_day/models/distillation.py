@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import transformers as T
 from torch import nn
 
-from tools.gpu_day.models.sizes import DTYPE, Samples, choose, decoder, learnable_tokens
+from tools.gpu_day.models.sizes import Samples, build, choose, decoder, learnable_tokens
 
 
 class Distillation(nn.Module):
@@ -43,11 +43,11 @@ def model() -> nn.Module:
             "layers": ((2, 5120, 64, 25_600), (3, 4096, 32, 12_288)),
         }
     )
-    made = (
-        decoder(T.Qwen3Config, layers, hidden, heads, ffn, head_dim=hidden // heads)
-        for layers, hidden, heads, ffn in (teacher, student)
-    )
-    return Distillation(*made).to(DTYPE)
+
+    def make(layers: int, hidden: int, heads: int, ffn: int) -> nn.Module:
+        return decoder(T.Qwen3Config, layers, hidden, heads, ffn, head_dim=hidden // heads)
+
+    return build(lambda: Distillation(make(*teacher), make(*student)))
 
 
 def _sample(generator: torch.Generator, length: int) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import torch
 import transformers as T
 from torch import nn
 
-from tools.gpu_day.models.sizes import DTYPE, TOKENS, VOCABULARY, Samples, choose, learnable_tokens
+from tools.gpu_day.models.sizes import DTYPE, TOKENS, VOCABULARY, Samples, build, choose, learnable_tokens
 
 IMAGE, PATCH = choose({"small": (16, 8), "train": (224, 14), "layers": (336, 14)})
 PLACES = (IMAGE // PATCH) ** 2
@@ -40,7 +40,7 @@ def model() -> nn.Module:
         use_cache=False,
     )
     config = T.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN)
-    return nn.Module.to(T.LlavaForConditionalGeneration(config), DTYPE)
+    return build(lambda: T.LlavaForConditionalGeneration(config))
 
 
 def _sample(generator: torch.Generator, length: int) -> dict[str, torch.Tensor]:

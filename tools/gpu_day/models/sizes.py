@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import transformers as T
 from torch import nn
+from transformers.initialization import no_init_weights
 
 Choice = TypeVar("Choice")
 SIZE = os.environ.get("GPU_DAY_SIZE", "small")
@@ -20,8 +21,33 @@ def choose(choices: Mapping[str, Choice]) -> Choice:
 
 
 DTYPE = choose({"small": torch.float32, "train": torch.float32, "layers": torch.bfloat16})
-TOKENS = choose({"small": 24, "train": 256, "layers": 4096})
+TOKENS = choose({"small": 24, "train": 128, "layers": 4096})
 VOCABULARY = choose({"small": 200, "train": 32_000, "layers": 151_936})
+
+
+def build(make: Callable[[], nn.Module]) -> nn.Module:
+    """Builds a model in this size's dtype. Large ones are made without values and then filled with slices of
+    one piece of noise, since drawing billions of numbers takes minutes on one core."""
+    if SIZE == "small":
+        return make()
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(DTYPE)
+        with no_init_weights():
+            made = make()
+    finally:
+        torch.set_default_dtype(default)
+    noise = 0.02 * torch.randn(1 << 24, generator=torch.Generator().manual_seed(0), device="cpu").to(DTYPE)
+    place = 0
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            for part in parameter.view(-1).split(len(noise) // 2):
+                part.copy_(noise[place : place + len(part)])
+                place = (place + 7919 * 101) % (len(noise) // 2)
+    return made
 
 
 def decoder(config: type, layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> nn.Module:
