@@ -51,6 +51,7 @@ from secc.cluster import GIB, Cluster, parse_cluster
 from secc.cost.model.memory import layer_bytes
 from secc.cost.model.step_overheads import cluster_with_overheads
 from secc.errors import ImpossibleChoice, UserError
+from secc.ir.analysis.sample_sizes import SHOWN_BATCH
 from secc.ir.analysis.token_count import token_count
 from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_section
 from secc.ir.dialect.ops import GraphOp, graph_of
@@ -527,6 +528,7 @@ def _write_allocation(
         "status": solution.status,
         "gap": solution.gap,
         **_search_facts(won),
+        SHOWN_BATCH: solved.make_evaluator().number_of_mean_batch(won.evaluation),
         **_objective_facts(asked, solution.ranks),
         **({"least_step_s": least_step_s} if least_step_s else {}),
         **(facts or {}),

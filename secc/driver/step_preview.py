@@ -96,11 +96,13 @@ def _note_first_pass(plan: Plan, graph: GraphOp, step: SimulatedStep) -> Plan:
 
 
 def simulate_drawn_step(plan: Plan, graph: GraphOp) -> SimulatedStep | None:
-    """Simulates a step with samples of the sizes that the graph lists; None where it lists none."""
-    batches = drawn_samples.draw_batches(graph, plan.global_batch, 1)
+    """Simulates a step with samples of the sizes that the graph lists; None where it lists none. Of the
+    batches that plans were compared on it is the one with the step that is closest to their mean."""
+    batches = drawn_samples.draw_search_batches(graph, plan.global_batch)
     if not batches:
         return None
-    samples, schedule = next(steady_state_steps(plan, [fill_value_dependent_sizes(graph, batches[0])]))
+    batch = batches[plan.solver.get(drawn_samples.SHOWN_BATCH, 0)]
+    samples, schedule = next(steady_state_steps(plan, [fill_value_dependent_sizes(graph, batch)]))
     return simulate(plan, samples, schedule)
 
 
@@ -115,7 +117,7 @@ def add_simulated_step(plan: Plan, step: SimulatedStep) -> Plan:
 def add_sample_cost(plan: Plan, graph: GraphOp) -> Plan:
     """Adds the mean modelled cost of the dataset's samples to the prediction, so that a run can tell that its
     samples differ from them."""
-    batches = drawn_samples.draw_batches(graph, drawn_samples.MAX_LISTED_SAMPLES, 1)
+    batches = drawn_samples.draw_batches(graph, drawn_samples.SPREAD_SAMPLES, 1)
     sample_cost = (
         {SAMPLE_SECONDS_KEY: predict_sample_seconds(plan, fill_value_dependent_sizes(graph, batches[0]))}
         if batches

@@ -152,7 +152,7 @@ def measure_spread(graph: GraphOp, active: Sequence[InputPattern], time_ns: str)
     mean_sizes = {p.when: micro_batch_sizes(graph, p.sizes, 1) for p in active}
     listed = [
         s
-        for s in next(iter(sample_sizes.draw_batches(graph, sample_sizes.MAX_LISTED_SAMPLES, 1)), ())
+        for s in next(iter(sample_sizes.draw_batches(graph, sample_sizes.SPREAD_SAMPLES, 1)), ())
         if s.pattern in mean_sizes
     ]
     times: dict[PatternKeys, list[int]] = defaultdict(list)

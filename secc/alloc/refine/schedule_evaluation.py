@@ -74,7 +74,6 @@ MIN_PARALLEL_TASKS = 10_000  # schedules with fewer tasks take less time than fo
 # A first batch with another amount of work or another longest sample than the mean batch, by this share, is a
 # poor one to compare plans on.
 UNTYPICAL_BATCH = 0.25
-MAX_DRAWN_BATCHES, MAX_DRAWN_SAMPLES = 4, 2048  # for an evaluation; few suffice, as large batches differ less
 
 GroupRanks = Mapping[str, Sequence[int]]  # ranks by group
 BatchSamples = Sequence[SampleMeta]
@@ -98,9 +97,9 @@ class Evaluation:
         return self.fits and (self.time_ns < other.time_ns or not other.fits)
 
 
-def _put_typical_first(work: Workload, batches: Sequence[BatchSamples]) -> Sequence[BatchSamples]:
-    """Returns the batches with the most typical one first, if the first one is not typical: plans are
-    compared on it. A heavy tail makes batches differ by the longest sample in them."""
+def _order_typical_first(work: Workload, batches: Sequence[BatchSamples]) -> list[int]:
+    """Returns the numbers of the batches with the most typical one first, if the first one is not typical:
+    plans are compared on it. A heavy tail makes batches differ by the longest sample in them."""
 
     def sample_ns(sample: SampleMeta) -> int:
         active = [
@@ -119,10 +118,8 @@ def _put_typical_first(work: Workload, batches: Sequence[BatchSamples]) -> Seque
     distances = [
         max(abs(value / mean - 1) for value, mean in zip(values, means, strict=True)) for values in measured
     ]
-    if distances[0] <= UNTYPICAL_BATCH:
-        return batches
-    typical = distances.index(min(distances))
-    return [batches[typical], *batches[:typical], *batches[typical + 1 :]]
+    typical = 0 if distances[0] <= UNTYPICAL_BATCH else distances.index(min(distances))
+    return sorted(range(len(batches)), key=lambda i: (i != typical, i))
 
 
 # Candidate of each section, group of each section, ranks of each group, index of a batch (None: an estimate).
@@ -165,11 +162,18 @@ class PlanEvaluator:
     ) -> None:
         self.work, self.problem, self.run_ahead = work, problem, run_ahead
         self.known: KnownEvaluations = {} if known is None else known
-        count = max(1, min(MAX_DRAWN_BATCHES, MAX_DRAWN_SAMPLES // work.global_batch))
-        drawn = drawn_samples.draw_batches(work.graph, work.global_batch, count)
-        self.batches = _put_typical_first(work, drawn) if drawn else [_mean_samples_batch(work)]
+        drawn = drawn_samples.draw_search_batches(work.graph, work.global_batch)
+        self._batch_numbers = _order_typical_first(work, drawn) if drawn else [0]
+        self.batches = [drawn[i] for i in self._batch_numbers] if drawn else [_mean_samples_batch(work)]
         self.packings = [KnownPackings() for _ in self.batches]
         self.message_ns = {(e.src, e.dst): self._message_ns(e.src, e.dst) for e in problem.edges}
+
+    def number_of_mean_batch(self, evaluation: Evaluation) -> int:
+        """The number, in the order in which they were drawn, of the batch with the step that is closest to
+        the mean of an evaluation on all batches."""
+        steps = evaluation.batch_ns or (0,)
+        closest = min(range(len(steps)), key=lambda i: (abs(steps[i] - evaluation.time_ns), i))
+        return self._batch_numbers[closest]
 
     def evaluate(self, assignment: Assignment, ranks: GroupRanks) -> Evaluation:
         """Mean evaluation over all batches."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from xdsl.dialects.builtin import ArrayAttr, StringAttr
 
@@ -18,7 +19,12 @@ from secc.runtime.plan.step_program import SampleMeta
 
 SAMPLES_ATTRIBUTE = "samples"  # of a graph
 LARGEST_ATTRIBUTE = "largest"  # of a graph
-MAX_LISTED_SAMPLES = 1024  # that a graph lists
+MAX_LISTED_SAMPLES = 4096  # that a graph lists
+SPREAD_SAMPLES = (
+    1024  # that show how the samples' times differ; few suffice, as each stands for others like it
+)
+MAX_SEARCH_BATCHES, MAX_SEARCH_SAMPLES = 4, 2048  # for an evaluation; large batches differ less
+SHOWN_BATCH = "shown_batch"  # in a plan's solver record: which of the batches that plans are compared on
 SIZE_KINDS = ("rows", "width")
 BATCH_SEED = 0
 
@@ -52,19 +58,45 @@ def select_listed(known: Sequence[tuple[frozenset[str], SampleSizes]]) -> tuple[
     return even, sorted({*most.values()} - {*even})
 
 
+def draw_search_batches(graph: GraphOp, count: int) -> list[tuple[SampleMeta, ...]]:
+    """Draws the batches of `count` samples that plans are compared on; [] where the graph lists none."""
+    return draw_batches(graph, count, max(1, min(MAX_SEARCH_BATCHES, MAX_SEARCH_SAMPLES // count)))
+
+
 def draw_batches(graph: GraphOp, count: int, batches: int) -> list[tuple[SampleMeta, ...]]:
-    """Draws `batches` batches of `count` samples with a fixed seed. Each listed sample occurs once before any
-    occurs again; [] where the graph lists none."""
+    """Draws `batches` batches of `count` samples with a fixed seed; [] where the graph lists none.
+
+    Each listed sample occurs once before any occurs again. The last ones, fewer than all that are listed, are
+    one out of each of as many parts of the samples sorted by size. So a few batches together have the share
+    of large samples that the dataset has, which decides how long their steps are: chance would leave the
+    largest ones out of most small draws, and have too many of them in others.
+    """
     known = _read_samples(graph, SAMPLES_ATTRIBUTE)
     order: list[tuple[frozenset[str], SampleSizes]] = []
-    rng = random.Random(BATCH_SEED)
-    while known and len(order) < batches * count:
-        rng.shuffle(known)
-        order += known
-    some = (order[i * count : (i + 1) * count] for i in range(batches if order else 0))
+    rng, total = random.Random(BATCH_SEED), batches * count
+    while known and len(order) < total:
+        if total - len(order) >= len(known):
+            rng.shuffle(known)
+            order += known
+        else:
+            some = _pick_from_each_part(known, total - len(order), rng)
+            rng.shuffle(some)
+            order += some
+    in_batches = (order[i * count : (i + 1) * count] for i in range(batches if order else 0))
     return [
-        tuple(SampleMeta(i, pattern, sizes) for i, (pattern, sizes) in enumerate(batch)) for batch in some
+        tuple(SampleMeta(i, pattern, sizes) for i, (pattern, sizes) in enumerate(batch))
+        for batch in in_batches
     ]
+
+
+def _pick_from_each_part(
+    known: Sequence[tuple[frozenset[str], SampleSizes]], count: int, rng: random.Random
+) -> list[tuple[frozenset[str], SampleSizes]]:
+    """One sample at random out of each of `count` consecutive parts of the samples sorted by pattern and
+    size."""
+    by_size = sorted(known, key=lambda sample: (sorted(sample[0]), sum(sample[1].values())))
+    ends = [k * len(by_size) // count for k in range(count + 1)]
+    return [by_size[rng.randrange(a, b)] for a, b in pairwise(ends)]
 
 
 def read_all_samples(graph: GraphOp) -> list[tuple[frozenset[str], SampleSizes]]:

@@ -65,3 +65,22 @@ def test_memory_has_room_for_samples_that_are_not_drawn() -> None:
         for s in batch
     ]
     assert {s.sizes["S"] for s in drawn} == {20, 40}
+
+
+def test_a_few_batches_have_samples_of_all_sizes_in_equal_parts() -> None:
+    found = graph([])
+    texts = [(TEXT, {"B": 1, "S": 7 * k % 100, "n": 0}) for k in range(100)]
+    found.attributes[sample_sizes.SAMPLES_ATTRIBUTE] = sample_sizes.samples_attr(["B", "S", "n"], texts)
+
+    def parts(count: int, batches: int) -> list[int]:
+        drawn = sample_sizes.draw_batches(found, count, batches)
+        assert [len(batch) for batch in drawn] == [count] * batches
+        return sorted(s.sizes["S"] // 5 for batch in drawn for s in batch)
+
+    assert parts(10, 2) == list(range(20))  # one of each five, the largest included
+    assert parts(60, 2) == sorted([k // 5 for k in range(100)] + list(range(20)))  # all, then one of each five
+
+
+def test_plans_are_compared_on_few_large_batches_or_several_small_ones() -> None:
+    batches = {count: sample_sizes.draw_search_batches(graph([]), count) for count in (32, 512, 1024, 4096)}
+    assert {count: len(drawn) for count, drawn in batches.items()} == {32: 4, 512: 4, 1024: 2, 4096: 1}
