@@ -9,7 +9,9 @@ such that each section gets its first neighbour before any gets its second, and 
 come before other norms and micro-batches. A plan does not count if its scheduled step exceeds memory.
 
 Closed forms may misjudge a section on few ranks. So the search goes on with plans that take ranks to the
-section that the schedule of the best plan shows to be busiest, until none of them is better.
+section that the schedule of the best plan shows to be busiest, until none of them is better. Norms decide
+which shapes are good, and shapes which norms; as other shapes are tried first, the best plans are last tried
+with other norms.
 
 A full evaluation schedules several global batches with the scheduler's own search. To save time there are
 three levels. An *estimate* schedules one batch without search. Plans within `ESTIMATE_MARGIN` of the best
@@ -67,6 +69,8 @@ STEP_RESOLUTION = 1000  # steps that differ by less than 1/1000 count as equal
 RANK_COUNT_SHIFTS = (1, 2, 4, 8)  # steps up or down in the list of a group's possible rank counts
 LIGHTER_PLANS_AT_ONCE = 4  # plans with a lighter load that are estimated before the search moves
 MOST_LIGHTER_PLANS = 12  # that are estimated in all
+NORMS_OF_BEST = 3  # of the best plans are tried with other norms once no neighbour is better ...
+MOST_PLANS_WITH_OTHER_NORMS = 6  # ... and so many plans in all
 LOAD_RESOLUTION = 32  # loads are counted in units of 1/32 of the step; smaller differences do not count
 
 
@@ -144,6 +148,7 @@ class _LocalSearch:
     estimates[plan]: result of the one-batch estimate.
     evaluations[plan]: results on the first batch, or on all.
     lighter_plans: number of plans estimated because their busiest ranks have less to do.
+    plans_with_other_norms: number of plans estimated because they are a good one with other norms.
     neighbourhood: the problem that new candidates come from.
     evaluate_here, evaluate_on_all_cores: run requests in this process, or on all cores.
     """
@@ -163,7 +168,7 @@ class _LocalSearch:
         self.evaluated: list[Assignment] = []
         self.estimates: dict[PlanKey, Evaluation] = {}
         self.evaluations: dict[PlanKey, list[Evaluation]] = {}
-        self.lighter_plans = 0
+        self.lighter_plans = self.plans_with_other_norms = 0
         self.candidates_by_ranks = {
             s: _index_by_ranks(cs, neighbourhood != problem) for s, cs in problem.sections.items()
         }
@@ -181,8 +186,9 @@ class _LocalSearch:
             if searches and (remaining := self._remaining_evaluations()):
                 self._estimate_plans(self._untried_neighbours(shortest)[: min(NEIGHBOURS_AT_ONCE, remaining)])
             challenger = self._select_best()
-            if challenger is shortest and searches and self._estimate_lighter_plans(shortest):
-                challenger = self._select_best()
+            for estimate_more in (self._estimate_lighter_plans, self._estimate_other_norms):
+                if challenger is shortest and searches and estimate_more(shortest):
+                    challenger = self._select_best()
             if challenger is shortest:
                 if self._confirm_on_all_batches(shortest):
                     return RefinedPlan(
@@ -379,6 +385,38 @@ class _LocalSearch:
         self._estimate_plans(plans := [a for _, a in lighter[:most]])
         self.lighter_plans += len(plans)
         return bool(plans)
+
+    def _estimate_other_norms(self, shortest: Assignment) -> bool:
+        """Estimates the best plans, where no neighbour is better than `shortest`, with other norms in one
+        section. Returns whether there are any that were not tried."""
+        if (most := MOST_PLANS_WITH_OTHER_NORMS - self.plans_with_other_norms) <= 0:
+            return False
+        known = [a for a in self.evaluated if _plan_key(a) in self.evaluations and self._fits_memory(a)]
+        close = [shortest, *(a for a in sorted(known, key=self._score_evaluated) if a is not shortest)]
+        found = {
+            _plan_key(b): b
+            for a in close[:NORMS_OF_BEST]
+            for s in a.choice
+            if (b := self._with_other_norms(a, s)) is not None and _plan_key(b) not in self.estimates
+        }
+        self._estimate_plans(plans := [*found.values()][:most])
+        self.plans_with_other_norms += len(plans)
+        return bool(plans)
+
+    def _with_other_norms(self, a: Assignment, section: str) -> Assignment | None:
+        """The best plan by closed forms that differs in the norms of a section and not in its shape, None if
+        there is none."""
+        options = (
+            replace(a, choice={**a.choice, section: i})
+            for i in self.candidates_by_ranks[section][self._parallel_shape(a, section)[-1]]
+        )
+        alike = (
+            o
+            for o in options
+            if self._norms(o, section) != self._norms(a, section)
+            and self._parallel_shape(o, section) == self._parallel_shape(a, section)
+        )
+        return next(iter(self._feasible_plans(alike)), None)
 
     def _expected_load(self, a: Assignment, origin: Assignment) -> int:
         """How long the busiest ranks of plan `a` compute, in units of 1/LOAD_RESOLUTION of the estimated step

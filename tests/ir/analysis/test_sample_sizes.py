@@ -78,7 +78,9 @@ def test_a_few_batches_have_samples_of_all_sizes_in_equal_parts() -> None:
         return sorted(s.sizes["S"] // 5 for batch in drawn for s in batch)
 
     assert parts(10, 2) == list(range(20))  # one of each five, the largest included
-    assert parts(60, 2) == sorted([k // 5 for k in range(100)] + list(range(20)))  # all, then one of each five
+    assert parts(60, 2) == sorted(
+        [k // 5 for k in range(100)] + list(range(20))
+    )  # all, then one of each five
 
 
 def test_plans_are_compared_on_few_large_batches_or_several_small_ones() -> None:
