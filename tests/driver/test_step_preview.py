@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,14 @@ import pytest
 from secc.cli import main
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
-from secc.driver.step_preview import MAX_DRAWN_COMPUTATIONS, count_computations, preview_step
+from secc.driver.step_preview import (
+    MAX_DRAWN_COMPUTATIONS,
+    count_computations,
+    preview_step,
+    simulate_drawn_step,
+)
+from secc.ir.analysis.sample_sizes import SHOWN_BATCH
+from secc.ir.dialect.ops import graph_of
 from secc.runtime.monitoring.run_summary import SAMPLE_SECONDS_KEY
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -44,6 +52,18 @@ def test_a_plan_directory_has_a_drawn_step_and_its_trace(tmp_path: Path):
     events = json.loads((tmp_path / "plan" / "trace.json").read_text())["traceEvents"]
     assert {e["args"]["section"] for e in events if e["ph"] == "X" and e["args"]["kind"] in "FB"} == set(busy)
     assert "<svg" in (tmp_path / "plan" / "report.html").read_text()
+
+
+def test_the_step_is_that_of_the_batch_closest_to_the_mean_of_the_search():
+    made = compiled("two_modalities.py")
+    graph = graph_of(made.module)
+    steps = set[tuple[tuple[tuple[str, int], ...], ...]]()
+    for batch in range(3):
+        plan = replace(made.plan, solver={**made.plan.solver, SHOWN_BATCH: batch})
+        step = simulate_drawn_step(plan, graph)
+        assert step is not None
+        steps.add(tuple(tuple(s.sizes.items()) for s in step.samples))
+    assert len(steps) == 3 and 0 <= made.plan.solver[SHOWN_BATCH] < 4
 
 
 def test_sizes_that_values_decide_are_estimated_from_captures():

@@ -302,6 +302,48 @@ def test_a_search_goes_on_from_the_plan_of_another_one(monkeypatch: pytest.Monke
     assert found.evaluation.is_better_than(alone.evaluation)
 
 
+def test_the_best_plan_is_tried_with_other_norms_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked, evaluator = vlm_problem()
+    both = {s: (*cs, *(replace(c, norms="sequence") for c in cs)) for s, cs in asked.sections.items()}
+    both_norms = replace(asked, sections=both, edges=problems.price_edges(evaluator.work, both))
+    solution, evaluator = solve_allocation(asked), PlanEvaluator(evaluator.work, both_norms)
+    assert solution is not None
+    step = PlanEvaluator.evaluate_batch
+
+    def norms(a: Assignment) -> list[str]:
+        return [both[s][i].norms for s, i in a.choice.items()]
+
+    def faster_on_parts(
+        self: PlanEvaluator, a: Assignment, ranks: GroupRanks, index: int = 0, *, soon: bool = False
+    ) -> Evaluation:
+        found = step(self, a, ranks, index, soon=soon)
+        return replace(found, time_ns=found.time_ns * (10 - norms(a).count("sequence")) // 10)
+
+    monkeypatch.setattr(PlanEvaluator, "evaluate_batch", faster_on_parts)
+    monkeypatch.setattr(local_search, "MAX_EVALUATED_PLANS", 0)
+    monkeypatch.setattr(local_search, "MOST_LIGHTER_PLANS", 0)
+    monkeypatch.setattr(local_search, "start_plans", lambda *_: [])
+    monkeypatch.setattr(_LocalSearch, "_shorten_waits", lambda _, a: a)
+
+    def refined() -> RefinedPlan:
+        return refine_by_simulation(
+            evaluator, both_norms, solution.assignment, lambda a: hand_out_ranks(both_norms, a), 0.0
+        )
+
+    found = refined()
+    assert norms(found.assignment) == ["sequence"] * len(both) and found.evaluated_plans > 1
+    monkeypatch.setattr(local_search, "MOST_PLANS_WITH_OTHER_NORMS", 0)
+    assert norms(refined().assignment) == ["whole"] * len(both)
+
+
+def test_the_shown_batch_has_the_step_closest_to_the_mean() -> None:
+    _, _, evaluator = vlm_problem()
+    steps = (10, 30, 19, 25)
+    drawn = sample_sizes.draw_search_batches(evaluator.work.graph, 32)
+    number = evaluator.number_of_mean_batch(Evaluation(21, True, 1, {}, steps))
+    assert drawn[number] == evaluator.batches[2]
+
+
 def test_idle_devices_are_assigned() -> None:
     """A plan on two of four devices, where sections are apart, is near plans on more."""
     _, asked, evaluator = vlm_problem()
