@@ -62,6 +62,15 @@ class HostStagedGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._stage_all = stage_all
+        self._name = ""
+
+    @property
+    def group_name(self) -> str:
+        """The name under which torch.distributed registers the group; the base class would ask a backend."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
 
     def getBackendName(self) -> str:
         return BACKEND_NAME

@@ -65,8 +65,8 @@ def check_gpu_memory(plan: Plan, ranks: Collection[int], device: torch.device) -
 
 
 def memory_of_rank(plan: Plan, rank: int) -> float:
-    """Returns the GiB that the plan's sections need on a rank."""
-    return sum(s.memory_gib for s in plan.sections if rank in s.mesh.ranks)
+    """Returns the GiB that a rank needs. Each of its sections says it for all sections that share the rank."""
+    return max((s.memory_gib for s in plan.sections if rank in s.mesh.ranks), default=0.0)
 
 
 def gpu_kind_of(plan: Plan) -> str:

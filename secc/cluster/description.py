@@ -62,12 +62,18 @@ def _parse_local(text: str) -> Cluster:
 def _gpu_cluster(text: str, count: int, name: str, memory: int) -> Cluster:
     """A cluster of this machine's GPUs, by the name that the driver reports. Unknown GPUs get the figures
     of the L40S and the label "default"."""
-    kind = next((k for k, d in DEVICE_PRESETS.items() if d.kind in name.replace("-", " ").split()), None)
-    device = DEVICE_PRESETS[kind or "l40s"]
+    kind = known_kind(name)
+    device = DEVICE_PRESETS[kind.lower() if kind else "l40s"]
     if kind is None:
         device = dataclasses.replace(device, kind=name, label="default")
-    inside, between = LINK_PRESETS[kind or "l40s"]
+    inside, between = LINK_PRESETS[kind.lower() if kind else "l40s"]
     return Cluster(text, 1, count, dataclasses.replace(device, memory=memory), inside, between)
+
+
+def known_kind(name: str) -> str | None:
+    """The kind of the preset for a GPU by the name that its driver reports; None for one without a preset."""
+    words = name.replace("-", " ").split()
+    return next((d.kind for d in DEVICE_PRESETS.values() if d.kind in words), None)
 
 
 def list_local_gpus() -> list[tuple[str, int]]:

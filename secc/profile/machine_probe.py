@@ -3,8 +3,9 @@ products.
 
 Two processes (gloo on CPUs, NCCL where there are two GPUs) exchange messages; the smallest give the latency,
 the largest the bandwidth. Collectives are timed over 2, 4 and 8 processes, as far as there are devices
-(`secc.profile.time_collectives`). The rate of products is the best of several runs; rates of narrow products
-are reported relative to it. Products of experts are timed with several numbers of rows for each expert.
+(`secc.profile.time_collectives`). A single GPU has no links to measure. The rate of products is the best of
+several runs; rates of narrow products are reported relative to it. Products of experts are timed with several
+numbers of rows for each expert.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.multiprocessing as mp
 from torch.nn import functional as F
 
 from secc.cluster import GIB, MeasuredRing
+from secc.cluster.description import known_kind
 from secc.cost.model.measured_costs import local_hardware
 from secc.errors import UserError
 from secc.profile import time_collectives
@@ -31,7 +33,10 @@ from secc.report.text_table import TextTable
 MESSAGE_SIZES = tuple(4**k for k in range(2, 13))  # bytes of messages: 16 B to 16 MiB
 LARGE_PRODUCT_DIM = {"cpu": 1024, "cuda": 8192}
 EXPERTS, EXPERT_DIM = 8, {"cpu": 256, "cuda": 2048}
-ROWS_PER_EXPERT = (16, 32, 64, 128, 256)
+# On a GPU enough rows that products take longer than reading the weights, which the cost model prices apart.
+ROWS_PER_EXPERT = {"cpu": (16, 32, 64, 128, 256), "cuda": (512, 1024, 2048, 4096)}
+NARROW_DTYPE = {"cpu": "f32", "cuda": "bf16"}
+LAUNCHES = 20  # timed together on a GPU, so that the host's time to launch one is hidden
 NARROW_DIMS = (16, 32, 64, 128, 256, 512)
 PROBE_TIMEOUT_S = 60
 COLLECTIVE_RANKS = (2, 4, 8)
@@ -43,8 +48,9 @@ class MachineProbe:
     """Measurements of a machine.
 
     memory: bytes per device. rates: GFLOP/s of large products by dtype.
-    narrow_percent: percent of the f32 rate by smallest dimension. latency_ns, bytes_per_s: of a message.
-    expert_lost_rows: a product of several experts takes as long as one with this many further rows for each.
+    narrow_percent: percent of the rate of large products by smallest dimension, in NARROW_DTYPE.
+    latency_ns, bytes_per_s: of a message; None if nothing could be sent. expert_lost_rows: a product of
+    several experts takes as long as one with this many further rows for each. kind: of a preset, or "".
     """
 
     hardware: str
@@ -54,10 +60,11 @@ class MachineProbe:
     rates: Mapping[str, float]
     narrow_percent: Mapping[int, float]
     memory_bytes_per_s: float
-    latency_ns: float
-    bytes_per_s: float
+    latency_ns: float | None
+    bytes_per_s: float | None
     rings: Sequence[MeasuredRing] = ()
     expert_lost_rows: int = 0
+    kind: str = ""
 
     def as_dict(self) -> dict[str, object]:
         """The measurements for JSON output."""
@@ -69,8 +76,8 @@ class MachineProbe:
             "narrow_percent": {str(k): v for k, v in self.narrow_percent.items()},
             "expert_lost_rows": self.expert_lost_rows,
             "memory_gb_s": self.memory_bytes_per_s / 1e9,
-            "link_latency_us": self.latency_ns / 1e3,
-            "link_gb_s": self.bytes_per_s / 1e9,
+            "link_latency_us": self.latency_ns and self.latency_ns / 1e3,
+            "link_gb_s": self.bytes_per_s and self.bytes_per_s / 1e9,
             "collectives": [asdict(ring) for ring in self.rings],
         }
 
@@ -78,15 +85,16 @@ class MachineProbe:
         """The measurements for the terminal."""
         rows = [(f"large product, {n}", f"{r:.4g} GFLOP/s") for n, r in self.rates.items()]
         rows += [
-            (f"product with smallest dim {d}", f"{p:.0f}% of that in f32")
+            (f"product with smallest dim {d}", f"{p:.0f}% of that in {NARROW_DTYPE[self.backend]}")
             for d, p in self.narrow_percent.items()
         ]
         rows += [
             ("products of experts, lost rows of each", f"{self.expert_lost_rows}"),
             ("memory", f"{self.memory_bytes_per_s / 1e9:.3g} GB/s"),
-            ("link, latency", f"{self.latency_ns / 1e3:.3g} us"),
-            ("link, bandwidth", f"{self.bytes_per_s / 1e9:.3g} GB/s"),
         ]
+        if self.latency_ns is not None and self.bytes_per_s is not None:
+            rows.append(("link, latency", f"{self.latency_ns / 1e3:.3g} us"))
+            rows.append(("link, bandwidth", f"{self.bytes_per_s / 1e9:.3g} GB/s"))
         rows += [
             (
                 f"{r.collective} over {r.ranks}, a message of its ring",
@@ -99,18 +107,20 @@ class MachineProbe:
 
 def to_cluster_yaml(probe: MachineProbe) -> str:
     """A cluster file of this machine."""
-    kind = "cpu" if probe.backend == "cpu" else torch.cuda.get_device_name().split()[-1]
-    like = "" if probe.backend == "cpu" else "like: L40S\n"
-    rings = "".join(f"\n  - {_ring_yaml(r)}" for r in probe.rings)
-    latency = f"latency_us: {probe.latency_ns / 1e3:.4g}"
-    link = f"\n  gb_s: {probe.bytes_per_s / 1e9:.4g}\n  {latency}\n  collectives:{rings or ' []'}"
+    kind = f"kind: {probe.kind}" if probe.kind else "kind: GPU\nlike: L40S    # no preset has its figures"
+    links = "# one GPU has no links: those of the preset\n"
+    if probe.latency_ns is not None and probe.bytes_per_s is not None:
+        rings = "".join(f"\n  - {_ring_yaml(r)}" for r in probe.rings)
+        latency = f"latency_us: {probe.latency_ns / 1e3:.4g}"
+        link = f"\n  gb_s: {probe.bytes_per_s / 1e9:.4g}\n  {latency}\n  collectives:{rings or ' []'}"
+        links = f"inside:{link}\nbetween:{link}\n"
     return (
-        f"# measured on {probe.hardware}\nnodes: 1\ndevices: {probe.devices}\nkind: {kind}\n{like}"
+        f"# measured on {probe.hardware}\nnodes: 1\ndevices: {probe.devices}\n{kind}\n"
         f"memory_gib: {probe.memory / GIB:.4g}\n"
         f"bf16_tflops: {probe.rates['bf16'] / 1e3:.4g}\nf32_tflops: {probe.rates['f32'] / 1e3:.4g}\n"
         f"efficiency_percent: 100    # the rates are what products reach, not peaks\n"
         f"expert_lost_rows: {probe.expert_lost_rows}\n"
-        f"memory_gb_s: {probe.memory_bytes_per_s / 1e9:.4g}\ninside:{link}\nbetween:{link}\n"
+        f"memory_gb_s: {probe.memory_bytes_per_s / 1e9:.4g}\n{links}"
     )
 
 
@@ -127,20 +137,25 @@ def probe_machine(progress: Callable[[str], None]) -> MachineProbe:
     progress("time products of matrices")
     size = LARGE_PRODUCT_DIM[device.type]
     rates = {name: _measure_gflops(size, size, dtype, device) for name, dtype in RATE_DTYPES.items()}
-    narrow = {d: 100 * _measure_gflops(size, d, torch.float32, device) / rates["f32"] for d in NARROW_DIMS}
-    lost = fit_lost_rows({n: _time_experts(n, device) for n in ROWS_PER_EXPERT})
+    dtype = NARROW_DTYPE[device.type]
+    narrow = {
+        d: 100 * _measure_gflops(size, d, RATE_DTYPES[dtype], device) / rates[dtype] for d in NARROW_DIMS
+    }
+    lost = fit_lost_rows({n: _time_experts(n, device) for n in ROWS_PER_EXPERT[device.type]})
     progress("time memory")
     memory = _measure_memory_bandwidth(device)
-    progress("time messages")
-    backend, devices = "nccl" if gpus > 1 else "gloo", gpus or max(2, len(os.sched_getaffinity(0)))
-    times: dict[int, float] = _run_on_ranks(_time_messages, 2, backend)
-    latency, largest = times[MESSAGE_SIZES[0]], MESSAGE_SIZES[-1]
-    bandwidth = largest * 1e9 / max(times[largest] - latency, 1.0)
-    progress("time collectives")
+    backend, devices = "nccl" if gpus else "gloo", gpus or max(2, len(os.sched_getaffinity(0)))
+    latency = bandwidth = None
+    if devices > 1:
+        progress("time messages")
+        times: dict[int, float] = _run_on_ranks(_time_messages, 2, backend)
+        latency, largest = times[MESSAGE_SIZES[0]], MESSAGE_SIZES[-1]
+        bandwidth = largest * 1e9 / max(times[largest] - latency, 1.0)
+        progress("time collectives")
     rings = [
         r
         for n in COLLECTIVE_RANKS
-        if n <= max(2, devices)
+        if n <= devices
         for r in time_collectives.fit_rings(n, time_collectives_over(n, backend))
     ]
     capacity = torch.cuda.get_device_properties(0).total_memory if gpus else _host_memory() // devices
@@ -156,6 +171,7 @@ def probe_machine(progress: Callable[[str], None]) -> MachineProbe:
         bytes_per_s=bandwidth,
         rings=rings,
         expert_lost_rows=lost,
+        kind=(known_kind(torch.cuda.get_device_name()) or "") if gpus else "cpu",
     )
 
 
@@ -164,15 +180,27 @@ def _host_memory() -> int:
 
 
 def _shortest_ns(run: Callable[[], Any], device: torch.device, repeat: int = 8) -> float:
-    clock = time.perf_counter_ns if device.type == "cuda" else time.process_time_ns
     shortest = float("inf")
     for _ in range(repeat):
-        start = clock()
-        run()
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        shortest = min(shortest, clock() - start)
+            shortest = min(shortest, _device_ns(run))
+            continue
+        start = time.process_time_ns()
+        run()
+        shortest = min(shortest, time.process_time_ns() - start)
     return max(shortest, 1.0)
+
+
+def _device_ns(run: Callable[[], Any]) -> float:
+    """Nanoseconds that a run takes the GPU, the mean over LAUNCHES runs in a row."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(LAUNCHES):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e6 / LAUNCHES
 
 
 def _measure_gflops(size: int, narrow: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -64,6 +64,7 @@ def test_every_operation_returns_what_gloo_returns() -> None:
     [
         ("llava_tiny", 5, ("language_model.pp=2", "language_model.tp=2", "vision_tower.dp=1")),
         ("qwen_distil", 3, ("student.sharding=zero3", "student.dp=2")),
+        ("llava_tiny", 3, ("language_model.tp=2", "vision_tower.dp=1")),  # with a head that tp divides
     ],
 )
 def test_ranks_that_share_a_device_train_as_plain_pytorch(
@@ -72,7 +73,7 @@ def test_ranks_that_share_a_device_train_as_plain_pytorch(
     model = write_recording_model(name, tmp_path, MODELS)
     reference = train_in_one_process(model, 12, 3, tmp_path / "plain")
     compiled = compile_and_write(
-        model, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=12, set=choices
+        model, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=12, set=choices, fuse=True
     )
     found = train_distributed(
         tmp_path / "plan", compiled.plan.world_size, 3, tmp_path / "run", "--share-gpus"

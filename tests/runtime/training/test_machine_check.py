@@ -52,8 +52,8 @@ def test_gpus_are_counted_for_the_ranks_of_this_machine(monkeypatch: pytest.Monk
 def test_memory_of_cpu_ranks_is_summed() -> None:
     plan = make_plan(APART)
     check_machine(with_memory(plan, 0.01), [0, 1])
-    assert memory_of_rank(with_memory(plan, 1.0), 0) == 2.0  # encoder and teacher
-    with pytest.raises(UserError, match=r"needs 3e\+06 GiB of memory for 2 ranks on this machine, which has"):
+    assert memory_of_rank(with_memory(plan, 1.0), 0) == 1.0  # each section says it for its rank
+    with pytest.raises(UserError, match=r"needs 2e\+06 GiB of memory for 2 ranks on this machine, which has"):
         check_machine(with_memory(plan, 1e6), [0, 1])
 
 
@@ -64,8 +64,8 @@ def test_smaller_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         total_memory: int = 24 << 30
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())
-    plan, gpu = with_memory(make_plan(APART), 20.0), torch.device("cuda", 0)
+    plan, gpu = with_memory(make_plan(APART), 40.0), torch.device("cuda", 0)
     check_gpu_memory(plan, [0], torch.device("cpu"))
-    check_gpu_memory(plan, [1], gpu)
+    check_gpu_memory(with_memory(plan, 20.0), [0], gpu)
     with pytest.raises(UserError, match="needs 40 GiB of memory on rank 0, but the A10 there has 24 GiB"):
         check_gpu_memory(plan, [0], gpu)
