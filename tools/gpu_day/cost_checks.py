@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +18,6 @@ import torch
 
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
-from secc.errors import UserError
 from secc.report.html_page import report_page
 from secc.runtime.model.user_file import load_model_file
 from tools.bench_runtime import WARM_UP_STEPS, PlainTrainer, join_training, run_on_ranks, time_step
@@ -39,21 +39,30 @@ def measure_steps(bench: Bench) -> Outcome:
     same kernels, and with fused ones. Compares the plan's memory with the prediction."""
     found = Outcome()
     os.environ |= _sized("layers", bench)
-    cluster = "1x1xcpu" if bench.dry else "local:1"
-    for name in MODEL_NAMES[:1] if bench.dry else MODEL_NAMES:
-        for fuse in (False, True):
-            label, plan = f"{name} {'fused' if fuse else 'same kernels'}", bench.folder / f"{name}-{fuse:d}"
-            try:
-                options = CompileOptions(cluster=cluster, global_batch=STEP_BATCH, fuse=fuse)
-                made = compile_model(MODELS / f"{name}.py", options)
-                made.write_plan(plan, report_page)
-                (measured,) = run_on_ranks(time_rank, plan, 1, 3 if bench.dry else 12)
-            except (UserError, EOFError) as error:
-                found.failures.append(f"{label}: {error!r}"[:500])
-                continue
-            predicted = max(section.memory_gib for section in made.plan.sections)
-            _judge_steps(label, measured, predicted, found, judged=not bench.dry, same=not fuse)
+    names = MODEL_NAMES[:1] if bench.dry else MODEL_NAMES
+    cases = [(name, fuse) for name in names for fuse in (False, True)]
+    plans = [bench.folder / f"{name}-{fuse:d}" for name, fuse in cases]
+    with ProcessPoolExecutor(1 if bench.dry else len(cases), get_context("spawn")) as pool:
+        predictions = list(pool.map(_compile_for_steps, cases, plans, [bench.dry] * len(cases)))
+    for (name, fuse), plan, predicted in zip(cases, plans, predictions, strict=True):
+        label = f"{name} {'fused' if fuse else 'same kernels'}"
+        try:
+            (measured,) = run_on_ranks(time_rank, plan, 1, 3 if bench.dry else 12)
+        except EOFError as error:
+            found.failures.append(f"{label}: {error!r}"[:500])
+            continue
+        _judge_steps(label, measured, predicted, found, judged=not bench.dry, same=not fuse)
     return found
+
+
+def _compile_for_steps(case: tuple[str, bool], plan: Path, dry: bool) -> float:
+    """Compiles a model file, with fused operators or without; returns the GiB that the plan predicts."""
+    name, fuse = case
+    cluster = "1x1xcpu" if dry else "local:1"
+    options = CompileOptions(cluster=cluster, global_batch=STEP_BATCH, fuse=fuse)
+    made = compile_model(MODELS / f"{name}.py", options)
+    made.write_plan(plan, report_page)
+    return max(section.memory_gib for section in made.plan.sections)
 
 
 def time_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any) -> None:
@@ -73,16 +82,22 @@ def time_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: An
         plain = PlainTrainer(user, context.plan.global_batch, device)
         for _ in range(WARM_UP_STEPS):
             plain.train_step()
-        times = [
-            (time_step(planned, device)[0], time_step(plain.train_step, device)[0]) for _ in range(steps)
-        ]
+        before = _allocation_retries(device)
+        trainers = planned, plain.train_step
+        times = [tuple(time_step(step, device)[0] for step in trainers) for _ in range(steps)]
         ours, theirs = zip(*times, strict=True)
         figures |= {"seconds": median(ours), "plain seconds": median(theirs)}
         figures["ratio"] = median(a / b for a, b in times)
+        figures["allocation retries"] = _allocation_retries(device) - before
         if device.type == "cuda":
             figures["busy"] = _device_seconds(planned)
             figures["plain busy"] = _device_seconds(plain.train_step)
         pipe.send(figures)
+
+
+def _allocation_retries(device: torch.device) -> int:
+    """Returns how often the GPU's memory was too full for an allocation, which then waits for the device."""
+    return torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else 0
 
 
 def _device_seconds(step: Callable[[], object]) -> float:
@@ -111,7 +126,7 @@ def _judge_steps(
 def measure_profile(bench: Bench) -> Outcome:
     """Measures blocks on the card; how far the fitted costs are from sizes that were held back."""
     found = Outcome()
-    for name in MODEL_NAMES[:1] if bench.dry else MODEL_NAMES:
+    for name in MODEL_NAMES[:1] if bench.dry else ("decoder", "llava"):
         costs = bench.folder / f"{name}-costs.json"
         command = [sys.executable, "-c", "from secc.cli import main; main()", "profile", "--json"]
         command += [str(MODELS / f"{name}.py"), "-o", str(costs), *(["--sizes", "6"] if bench.dry else [])]

@@ -21,7 +21,7 @@ def choose(choices: Mapping[str, Choice]) -> Choice:
 
 
 DTYPE = choose({"small": torch.float32, "train": torch.float32, "layers": torch.bfloat16})
-TOKENS = choose({"small": 24, "train": 128, "layers": 4096})
+TOKENS = choose({"small": 24, "train": 128, "layers": 2048})
 VOCABULARY = choose({"small": 200, "train": 32_000, "layers": 151_936})
 
 
