@@ -12,6 +12,8 @@ polynomial parts are read as sums of monomials:
   samples are added, so it is at least its value for each of m samples alone, and therefore at least the m-th
   part of their sum.
 - Any branch of a maximum is a lower bound; the caller takes the largest.
+- Whole pieces of a time N on k ranks, `N//max(1, R)*((R + k-1)//k)` with R pieces that add up over samples,
+  take at least (N - R)/k: rounding down loses less than 1 a piece. That needs N to be 0 without pieces.
 
 So `w(x) = additive(x) + rest(x) / m`.
 """
@@ -26,7 +28,10 @@ from functools import cache
 import sympy
 
 from secc.ir.dialect import size_expr
+from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.schema import Symbol
+
+LARGE_SIZE = 10**18  # of a symbol: a monomial of it is not rounded to 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,42 @@ def _split_branches(node: ast.expr, symbols: tuple[Symbol, ...]) -> list[BranchT
             time
         ):
             return [(a, [*b, f"-{less}"]) for a, b in _split_branches(time, symbols)]
+        case ast.BinOp(
+            left=ast.BinOp(
+                left=time,
+                op=ast.FloorDiv(),
+                right=ast.Call(func=ast.Name(id="max"), args=[ast.Constant(value=1), pieces]),
+            ),
+            op=ast.Mult(),
+            right=ast.BinOp(
+                left=ast.BinOp(left=divided, op=ast.Add(), right=ast.Constant(value=int(more))),
+                op=ast.FloorDiv(),
+                right=ast.Constant(value=int(by)),
+            ),
+        ) if (
+            by == more + 1
+            and ast.dump(pieces) == ast.dump(divided)
+            and (
+                shares := [
+                    a for a, _ in _split_branches(time, symbols) if _is_free_without(a, pieces, symbols)
+                ]
+            )
+        ):
+            return [([f"({_join_terms(a)} - ({ast.unparse(pieces)}))//{by}"], []) for a in shares]
     return [_split_monomials(node, symbols)] if _is_polynomial(node) else [([], [ast.unparse(node)])]
+
+
+def _is_free_without(additive: Sequence[str], pieces: ast.expr, symbols: tuple[Symbol, ...]) -> bool:
+    """Whether pieces are a sum of rows symbols, and additive terms are 0 where all of these are."""
+    rows = {size_expr.size_symbol(s.name) for s in symbols if s.kind == "rows"}
+    if not _is_polynomial(pieces):
+        return False
+    parts = sympy.Add.make_args(sympy.expand(size_expr.parse_expr(ast.unparse(pieces))))
+    if not all(part.as_coeff_Mul()[0] >= 0 and part.as_coeff_Mul()[1] in rows for part in parts):
+        return False
+    some = {s.name for s in symbols} - {str(part.as_coeff_Mul()[1]) for part in parts}
+    sizes = {s.name: LARGE_SIZE if s.name in some else 0 for s in symbols}
+    return evaluate_expr(_join_terms(additive), sizes) == 0
 
 
 def _is_polynomial(node: ast.expr) -> bool:

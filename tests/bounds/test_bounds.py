@@ -171,8 +171,18 @@ TIMES = [
 ]
 IN_PARTS = ["20*((7*I)//2)*21//80", "(max(B*I + 9, 3*I + 7) - (7))*8//17"]
 
+IN_PIECES = [
+    "2*(((70*I)//2)//max(1, 3*I)*((3*I + 3)//4))//3 + 5",
+    "(50*I*I + 9*I*S)//max(1, 2*I + B)*((2*I + B + 7)//8)",
+]
+OTHER_PIECES = [
+    "(90*I + 40*B)//max(1, 2*I)*((2*I + 1)//2)",
+    "(90*B*S)//max(1, B*S)*((B*S + 1)//2)",
+    "(90*I)//max(1, I)*((2*I + 1)//2)",
+]
 
-@given(st.sampled_from(TIMES + IN_PARTS), random_batches)
+
+@given(st.sampled_from(TIMES + IN_PARTS + IN_PIECES + OTHER_PIECES), random_batches)
 def test_a_micro_batch_takes_at_least_the_sum_of_its_samples_weights(text, samples):
     sizes = [s.sizes for s in samples]
     together = {
@@ -188,9 +198,14 @@ def test_a_micro_batch_takes_at_least_the_sum_of_its_samples_weights(text, sampl
         assert weights <= evaluate_expr(text, together)
 
 
-@pytest.mark.parametrize("text", IN_PARTS)
+@pytest.mark.parametrize("text", IN_PARTS + IN_PIECES)
 def test_additive_parts_are_found_in_products_and_differences(text):
     assert any("I" in branch.additive for branch in split_additive(text, SYMBOLS))
+
+
+@pytest.mark.parametrize("text", OTHER_PIECES)
+def test_whole_pieces_of_what_is_there_without_them_are_no_additive_part(text):
+    assert all(branch.additive == "0" for branch in split_additive(text, SYMBOLS))
 
 
 def test_work_spread_over_replicas_bounds_a_step():
