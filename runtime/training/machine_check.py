@@ -65,7 +65,7 @@ def check_gpu_memory(plan: Plan, ranks: Collection[int], device: torch.device) -
 
 
 def memory_of_rank(plan: Plan, rank: int) -> float:
-    """Returns the GiB that a rank needs. Each of its sections says it for all sections that share the rank."""
+    """Returns the GiB that a rank needs. Each of its sections says it for all that share the rank."""
     return max((s.memory_gib for s in plan.sections if rank in s.mesh.ranks), default=0.0)
 
 

@@ -11,7 +11,9 @@ from secc.cluster.description import known_kind
 from secc.profile.machine_probe import MachineProbe, fit_lost_rows, time_collectives_over, to_cluster_yaml
 from secc.profile.time_collectives import fit_rings
 
-PROBED = MachineProbe("a processor", "cpu", 2, 8 << 30, {"f32": 100.0, "bf16": 50.0}, {}, 1e10, 30_000, 4e9, kind="cpu")
+PROBED = MachineProbe(
+    "a processor", "cpu", 2, 8 << 30, {"f32": 100.0, "bf16": 50.0}, {}, 1e10, 30_000, 4e9, kind="cpu"
+)
 
 
 def test_cluster_file_without_collectives(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Memory of a candidate on a rank: parameters, optimizer states, and what micro-batches keep for backward.
 
-The largest pattern counts, and the largest listed sample in a micro-batch of its own.
+The largest pattern counts, and the largest listed sample in a micro-batch of its own. Bytes grow with sizes,
+so samples that are smaller than another one in every size are not looked at.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ def longest_sample_bytes(work: Workload, load: SectionLoad, recompute: str) -> i
 
 
 def _needed_sample_bytes(work: Workload, load: SectionLoad, recompute: str) -> list[tuple[int, int]]:
-    """(bytes kept, bytes needed temporarily) of each listed sample in a micro-batch of its own."""
+    """(bytes kept, bytes needed temporarily) of each of the largest listed samples in a micro-batch of its
+    own."""
     if recompute not in load.cached_sample_bytes:
         kept = chain.from_iterable(held for _, held in sample_activation_bytes(work, load, recompute))
         working = [
@@ -169,8 +171,8 @@ def working_expressions(load: SectionLoad, recompute: str) -> tuple[str, ...]:
 def sample_activation_bytes(
     work: Workload, load: SectionLoad, recompute: str
 ) -> Iterator[tuple[Mapping[str, Sequence[int]], list[int]]]:
-    """Yields, for each pattern, the columns of listed sizes and the bytes that each listed sample keeps in a
-    micro-batch of its own, with a backward in one part.
+    """Yields, for each pattern, the columns of the largest listed sizes and the bytes that each of these
+    samples keeps in a micro-batch of its own, with a backward in one part.
 
     `load` is that of a rank.
     """
@@ -182,9 +184,9 @@ def sample_activation_bytes(
 def _sample_bytes(
     work: Workload, load: SectionLoad, texts: Sequence[str]
 ) -> Iterator[tuple[Mapping[str, Sequence[int]], list[int]]]:
-    """Sum of byte expressions for each listed sample in a micro-batch of its own."""
+    """Sum of byte expressions for each of the largest listed samples in a micro-batch of its own."""
     for pattern in load.active_patterns:
-        if columns := work.listed_sizes.get(pattern.when):
+        if columns := work.largest_sizes.get(pattern.when):
             count = len(next(iter(columns.values())))
             every = {
                 name: [size] * count for name, size in work.mean_micro_batch_sizes(pattern, 1).items()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from math import ceil
+from operator import ge
 
 import torch
 from xdsl.dialects.builtin import StringAttr
@@ -117,6 +118,12 @@ class Workload:
                     for when, columns in columns_by_pattern.items()
                 }
         return columns_by_pattern
+
+    @cached_property
+    def largest_sizes(self) -> dict[frozenset[str], dict[str, list[int]]]:
+        """`listed_sizes` of the samples to which no other one of their pattern is at least equal in every
+        size: none of the others needs more memory than all of these."""
+        return {when: _drop_smaller(columns) for when, columns in self.listed_sizes.items()}
 
     def mean_micro_batch_sizes(self, pattern: InputPattern, samples: int) -> dict[str, int]:
         """Symbol values of a micro-batch of `samples` mean samples of `pattern`."""
@@ -291,3 +298,13 @@ def _order_sections(graph: GraphOp, edges: Iterable[SectionTransfer]) -> list[tu
             )
         placed += [(name, left.pop(name)) for name in ready]
     return placed
+
+
+def _drop_smaller(columns: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """The columns without rows that another row equals or exceeds in every column."""
+    rows = sorted(dict.fromkeys(zip(*columns.values(), strict=True)), key=lambda row: (-sum(row), row))
+    found: list[tuple[int, ...]] = []
+    for row in rows:
+        if not any(all(map(ge, larger, row)) for larger in found):
+            found.append(row)
+    return {name: list(column) for name, column in zip(columns, zip(*found, strict=True), strict=True)}
