@@ -114,6 +114,10 @@ class ForwardSource:
                 return number
         return None
 
+    def statements_that_read(self, variable: str) -> list[int]:
+        """Return the numbers of the statements that read a variable."""
+        return [i for i, s in enumerate(self.statements) if variable in _names(s, ast.Load)]
+
     def widen_range(self, first: int, last: int) -> tuple[int, int]:
         """Return the smallest range around first to last that can be outlined. Lists that it changes in place
         begin in it, and so do functions that forward defines, and tensors for which it wants gradients.

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 from torch import nn
@@ -68,18 +68,24 @@ def running_module_and_lines(paths: Mapping[int, str]) -> tuple[str, SourceLines
     Frames outside the outermost module do not count: on a rank they belong to a section, which knows the
     lines of the user's forward that it replaces.
     """
-    frame, path, lines, lines_inside = sys._getframe(1), None, list[str](), 1
+    path, frames = running_module_and_frames(paths)
+    return path, tuple(format_source_line(frame.f_code, frame.f_lineno) for frame in frames)
+
+
+def running_module_and_frames(paths: Mapping[int, str]) -> tuple[str, list[FrameType]]:
+    """Return what `running_module_and_lines` does, with frames in place of lines."""
+    frame, path, frames, frames_inside = sys._getframe(1), None, list[FrameType](), 1
     while frame is not None:
         if frame.f_code is _MODULE_CALL_CODE:
             module_path = paths.get(id(frame.f_locals["self"]))
             if module_path is not None:
-                path, lines_inside = module_path if path is None else path, len(lines)
+                path, frames_inside = module_path if path is None else path, len(frames)
             if module_path == "":  # the path of the whole model
                 break
         elif not is_internal_file(frame.f_code.co_filename):
-            lines.append(format_source_line(frame.f_code, frame.f_lineno))
+            frames.append(frame)
         frame = frame.f_back
-    return path or "", tuple(lines[:lines_inside])
+    return path or "", frames[:frames_inside]
 
 
 def random_call_name(path: str, lines: SourceLines) -> str:

@@ -358,13 +358,19 @@ class RandomOp:
     """A random op. `call` identifies it (`module.path@file:line#n`; `#*` stands for all of a loop), `dims`
     are the dims of its result that run over the samples' rows, and `rows` is a sample's number of rows.
 
-    The first of `dims` decides which sample a number belongs to. Without dims, all samples share the numbers.
+    The first of `dims` decides which sample a number belongs to. Without dims, all samples share the numbers
+    if `rows` is "0"; else a loop over the rows draws once for each, in order, and may run several times.
     """
 
     call: str
     dims: tuple[int, ...]
     rows: str
     where: str = ""
+
+    @property
+    def has_call_per_row(self) -> bool:
+        """Whether each call draws for one row."""
+        return not self.dims and self.rows != "0"
 
 
 @dataclass(frozen=True)

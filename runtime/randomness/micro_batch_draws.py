@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from secc.runtime.errors import UserError
+from secc.runtime.model.function_blocks import function_blocks_of
 from secc.runtime.model.source_lines import (
     SourceLines,
     current_source_line,
@@ -29,6 +30,7 @@ from secc.runtime.model.source_lines import (
     running_module_and_lines,
 )
 from secc.runtime.plan.batch_sizes import combine_sizes
+from secc.runtime.plan.call_sites import parse_call_site
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.schema import RandomOp, Symbol
 from secc.runtime.plan.step_program import SampleMeta
@@ -68,6 +70,7 @@ class ModelRandomness:
         self.dropout_off = dropout_off
         self.paths, self.symbols = module_paths_by_id(model), symbols
         self.draws = {d.call: d for d in draws}
+        self.functions = frozenset(function_blocks_of(model))
 
     def make_draws(
         self, seed: int, keys: Sequence[int], sizes: Sequence[Mapping[str, int]]
@@ -80,7 +83,7 @@ class ModelRandomness:
 
 
 def loop_draw_name(site: str) -> str:
-    """The name in a plan of all draws of a place that draws in a loop over time steps."""
+    """The name in a plan of all draws of a place that draws in a loop over time steps or samples."""
     return f"{site}#*"
 
 
@@ -105,6 +108,7 @@ class MicroBatchDraws:
         self._names: list[str] = []  # of the draws so far
         self._calls_by_name: Counter[str] = Counter()
         self._given_name: str | None = None
+        self._owner: str | None = None  # of a function that is a block, the module that runs it
         self._site: SourceLines = ()
         self._backward = False
         self._rows: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -115,6 +119,7 @@ class MicroBatchDraws:
         torch.default_generator.manual_seed(len(self._names))
         with _UnfusedDropout(), _KeyedRandomOps(self):
             yield
+        self._check_loops()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -139,11 +144,11 @@ class MicroBatchDraws:
     def at_call_site(self, site: str) -> Iterator[None]:
         """Give random ops of blocks that are called inside the source lines `site` of the user's forward,
         which the section's own code hides."""
-        self._site = tuple(site.split("<"))
+        self._owner, self._site = parse_call_site(site)
         try:
             yield
         finally:
-            self._site = ()
+            self._owner, self._site = None, ()
 
     def draw_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a random op. Raises UserError for an op, a call or a shape that the plan
@@ -182,6 +187,8 @@ class MicroBatchDraws:
         call = self._given_name
         if call is None:
             path, lines = running_module_and_lines(self._model.paths)
+            if self._owner is not None and path in self._model.functions:
+                path = self._owner
             name = random_call_name(path, lines + self._site)
             call = f"{name}#{self._calls_by_name[name]}"
             self._calls_by_name[name] += 1
@@ -194,10 +201,9 @@ class MicroBatchDraws:
         """Return 64 bits for each entry of a result of `shape`, of the call named `call`."""
         places = shard_coordinates.global_coordinates(shape, device)
         if not draw.dims:
+            key = self._key_of_row(draw, call) if draw.has_call_per_row else (self._seed, "all", call)
             return generate_bits(
-                [coordinate_offsets(d, at) for d, at in enumerate(places)],
-                hash_key(self._seed, "all", call),
-                device,
+                [coordinate_offsets(d, at) for d, at in enumerate(places)], hash_key(*key), device
             )
         owner, within = self._rows_by_sample(draw.rows, device)
         if any(
@@ -217,6 +223,34 @@ class MicroBatchDraws:
         keys = torch.tensor([hash_key(k, call) for k in self._keys], dtype=torch.int64, device=device)
         parts[draw.dims[0]] = parts[draw.dims[0]] + keys[owner[first_rows]]
         return generate_bits(parts, 0, device)
+
+    def _key_of_row(self, draw: RandomOp, call: str) -> tuple[object, ...]:
+        """Return what names the numbers of a call that draws for one row: the sample, the place, and which
+        of its calls this is for the sample."""
+        owner, within = self._rows_by_sample(draw.rows, torch.device("cpu"))
+        site, _, number = call.rpartition("#")
+        if not len(owner):
+            raise UserError(
+                f"the random op {call} draws for a row of a sample, but the samples have none",
+                draw.where,
+                _UNSEEN_DRAW_REMEDY,
+            )
+        loop, row = divmod(int(number), len(owner))
+        return self._keys[int(owner[row])], site, loop, int(within[row])
+
+    def _check_loops(self) -> None:
+        """Raise UserError if a loop over rows drew for some of them only."""
+        for site, calls in self._calls_by_name.items():
+            draw = self._model.draws.get(loop_draw_name(site))
+            if draw is None or not draw.has_call_per_row:
+                continue
+            rows = len(self._rows_by_sample(draw.rows, torch.device("cpu"))[0])
+            if calls % rows:
+                raise UserError(
+                    f"a loop drew random numbers {calls} times, but the samples' rows are {rows}",
+                    draw.where,
+                    _UNSEEN_DRAW_REMEDY,
+                )
 
     def _rows_by_sample(self, rows: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return, for each row of the micro-batch, the sample that it belongs to and its place among that

@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -26,9 +27,11 @@ from secc.runtime.model.nested_batch import dict_list_columns, find_tensor_lists
 from secc.runtime.model.source_lines import (
     current_source_line,
     error_source_line,
+    format_source_line,
     forward_code,
     forward_source_line,
     module_paths_by_id,
+    running_module_and_frames,
     running_module_and_lines,
 )
 from secc.runtime.model.user_file import (
@@ -37,6 +40,7 @@ from secc.runtime.model.user_file import (
     extract_tensors,
     is_model_file_module,
 )
+from secc.runtime.plan.call_sites import format_call_site
 from secc.runtime.plan.schema import EACH_SUFFIX, SIZES_SUFFIX
 from secc.runtime.randomness.random_op_values import is_random, is_supported
 from secc.runtime.recorder import nested_values, random_run
@@ -193,6 +197,7 @@ class Recorder:
         self._dense_masks = dict[int, tuple[Any, Any]]()  # block masks and their truth values, by id
         self._lists = dict[tuple[int, ...], dict[str, torch.Tensor]]()  # growing lists by their tensors' ids
         self._draws, self._met, self._called = list[RandomOpCall](), Counter[str](), Counter[str]()
+        self._runs = dict[int, tuple[int, FrameType]]()  # numbers of functions' frames, which stay alive
         self._touched = ShapeDependencies(self._tape)
         self._running: tuple[str, set[int]] = (
             "",
@@ -216,6 +221,7 @@ class Recorder:
                 loss_and_scalars = self._run_forward(inputs)
         finally:
             self._settings.reset_modules()
+            self._runs.clear()
         ends_early = loss_and_scalars is None
         if ends_early:
             self._tape.graph.output(())
@@ -448,15 +454,21 @@ class Recorder:
         raise self._block_error(maker, message, "return it from forward, and pass it as an argument", parts)
 
     def _describe_random_op(self, func: Any, out: torch.Tensor) -> RandomOpCall:
-        path, lines = running_module_and_lines(self._paths)
+        path, frames = running_module_and_frames(self._paths)
+        frames = frames[: len(frames) - len(self._watch.outer_lines)]
         return RandomOpCall(
             path,
-            lines[: len(lines) - len(self._watch.outer_lines)],
+            tuple(format_source_line(frame.f_code, frame.f_lineno) for frame in frames),
             str(func),
             current_source_line(),
             tuple(out.shape),
             is_supported(func),
+            runs=self._number_runs(frames),
         )
+
+    def _number_runs(self, frames: Sequence[FrameType]) -> tuple[int, ...]:
+        """Return a number for each frame of the present recording."""
+        return tuple(self._runs.setdefault(id(f), (len(self._runs), f))[0] for f in frames)
 
     def _note_random_op(self, drawn: RandomOpCall) -> str:
         """Note a random op that a rank will execute here; return its name."""
@@ -618,10 +630,16 @@ class Recorder:
                 if leaf.shape_is_unknown:
                     self._touched.mark_unknown_shape(tensor)
             self._hazards |= {Hazard(path, h.kind, h.op, h.where): None for h in result.hazards}
-            site = running_module_and_lines(self._paths)[1]
-            call.meta["site"] = "<".join(site)
+            owner, frames = running_module_and_frames(self._paths)
+            is_function = isinstance(module, FunctionBlock)
+            frames = frames[is_function:]  # without that of the code in the function's place
+            site = tuple(format_source_line(frame.f_code, frame.f_lineno) for frame in frames)
+            runs = self._number_runs(frames)
+            call.meta["site"] = format_call_site(site, owner if is_function and result.draws else None)
             for drawn in result.draws:
-                self._note_random_op(drawn.placed_in_block(path, site))
+                placed = drawn.placed_in_block(path, site, runs, self._called.total())
+                is_own = is_function and placed.path == path  # plain PyTorch runs it in the module around it
+                self._note_random_op(replace(placed, path=owner) if is_own else placed)
         return forward_hooks.run_forward_hooks(module, args, kwargs, out)
 
     def _find_fixed_arguments(self, args: Any, kwargs: Any) -> frozenset[int]:
@@ -662,8 +680,9 @@ class Recorder:
             nested_values.encode_arguments((args, kwargs), lambda t: None)
         except nested_values.NotLiteral:
             return module._call_impl(*args, **kwargs)
-        watch, site = self._watch, running_module_and_lines(self._paths)[1]
-        site = site[: len(site) - len(watch.outer_lines)]
+        watch, frames = self._watch, running_module_and_frames(self._paths)[1]
+        frames = frames[: len(frames) - len(watch.outer_lines)]
+        site = tuple(format_source_line(frame.f_code, frame.f_lineno) for frame in frames)
         result = self._block_results.learn_result(
             path,
             module,
@@ -671,8 +690,11 @@ class Recorder:
             lambda: self._run_block(path, module, args, kwargs),
             settings=self._settings.settings_of_block(path),
         )
+        runs, call = self._number_runs(frames), len(watch.draws)
         self._watch = watch.absorb(
-            result.reads_values, result.hazards, (d.placed_in_block(path, site) for d in result.draws)
+            result.reads_values,
+            result.hazards,
+            (d.placed_in_block(path, site, runs, call) for d in result.draws),
         )
         out, new = result.build_fakes(self._mode, [t for _, t in nested_values.iter_tensors((args, kwargs))])
         for leaf, tensor in new:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,7 +93,8 @@ class RandomOpCall:
 
     path: module that runs it. lines: the user's source lines that led there, innermost first. where: source
     line. is_supported: whether a rank can draw it sample by sample. number: index among the calls with the
-    same path and lines.
+    same path and lines. runs: for each of the lines, which run of its function this is; the lines of two runs
+    of one function are equal.
     """
 
     path: str
@@ -103,6 +104,7 @@ class RandomOpCall:
     shape: tuple[int, ...]
     is_supported: bool
     number: int = 0
+    runs: tuple[Hashable, ...] = ()
 
     @property
     def call_site_name(self) -> str:
@@ -121,12 +123,16 @@ class RandomOpCall:
             replace(self, path=f".{rest}") if path and rest[:1] in ("", ".") and rest != self.path else self
         )
 
-    def placed_in_block(self, path: str, lines: SourceLines) -> RandomOpCall:
-        """Return the same in the block at `path`, which is called at `lines`."""
+    def placed_in_block(
+        self, path: str, lines: SourceLines, runs: Sequence[Hashable], call: int
+    ) -> RandomOpCall:
+        """Return the same in the block at `path`, which is called at `lines` in these runs of functions.
+        call: a number of this call of the block."""
         return replace(
             self,
             path=path + self.path[1:] if self.path.startswith(".") else self.path,
             lines=self.lines + lines,
+            runs=(*((run, call) for run in self.runs), *runs),
         )
 
 

@@ -227,7 +227,7 @@ class BodyPrinter:
         known = random_ops.read_random_ops(self.graph.attributes.get(random_ops.RANDOM_OPS_ATTRIBUTE))
         return (
             f"self.at_call_site({string_literal(random_ops.call_site(op))})"
-            if random_ops.has_random_op_in(known, op.target.data)
+            if random_ops.draws_in_call(known, op.target.data, random_ops.call_site(op))
             else ""
         )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -290,6 +289,7 @@ class _CaseFinder:
             rows,
         )
         self.tried_blocks = set[frozenset[str]]()
+        self.why_not_rerecorded = ""
 
     def find_cases(self, recorder: Recorder) -> tuple[list[CapturedCase], list[ObservedRecording]]:
         """Records every pattern and makes the recordings generic; returns the cases and all recordings.
@@ -364,6 +364,8 @@ class _CaseFinder:
                 logged = any("log" in n.meta for o in seen for n in o.recording.graph.nodes)
                 rerecorded = self._build_rerecorded_case(pattern, error, seen)
                 if rerecorded is None and (logged or pattern in self.required_patterns or error.module):
+                    if self.why_not_rerecorded:
+                        error.message += f"; recorded again for each micro-batch, {self.why_not_rerecorded}"
                     raise
                 rerecord_reason = GlueDiagnostic(error.message, error.where, (), error.module)
                 generics, problems = (
@@ -391,7 +393,7 @@ class _CaseFinder:
         self, pattern: InputPattern, error: GlueError, before: Sequence[ObservedRecording]
     ) -> GenericGraph | None:
         """Returns the pattern's case with glue that is re-recorded for each micro-batch; None if a larger
-        block is the better remedy.
+        block is the better remedy. Notes why it cannot be.
 
         It is better unless it would join components that can train apart, or hide a loop over samples in
         the loss. The recordings `before` are used up.
@@ -407,7 +409,7 @@ class _CaseFinder:
         for loops in loop_choices:  # what is outlined without loops stays as it is, for the other outline
             if _loss_reads_vary(recordings, loops):
                 continue
-            with suppress(GlueError):
+            try:
                 outlines = OutlinedCaptures(recordings, loops)
                 case = outlines.build_case(self.rows, self.batches[pattern])
                 if loops:
@@ -415,6 +417,8 @@ class _CaseFinder:
                         case, self.batches[pattern].record_samples_alone(), self.rows
                     )
                 return case
+            except GlueError as why_not:
+                self.why_not_rerecorded = f"{why_not.message} ({why_not.where})"
         return None
 
     def _fewest_fit(self, pattern: InputPattern, shapes: dict[int, LabelledShapes]) -> bool:

@@ -165,6 +165,7 @@ class StatementChoice:
         belongs to and in those around it; the smallest of the innermost module come first. Adds to `why_not`
         why others cannot be taken out."""
         path = error.module if isinstance(error, GlueError) else error.path
+        listed = error.argument if isinstance(error, GlueError) else ""
         # One number is the whole batch's: a branch on it would go another way in a micro-batch.
         decides = isinstance(error, BlockError) and error.reads_scalar
         file, _, number = error.where.rpartition(":")
@@ -172,7 +173,7 @@ class StatementChoice:
         inside, returning, called = list[StatementRange](), list[StatementRange](), ""
         while True:
             with suppress(AttributeError):
-                ranges = list(_ranges_around(self._model, path, file, line, called, why_not))
+                ranges = list(_ranges_around(self._model, path, file, line, called, listed, why_not))
                 inside += [r for r, returns in ranges if not (returns or decides)]
                 returning += [r for r, returns in ranges if returns and not path]
             if not path:
@@ -215,11 +216,12 @@ def describe_time_ended(
 
 
 def _ranges_around(
-    model: nn.Module, path: str, file: str, line: int, called: str, why_not: list[str]
+    model: nn.Module, path: str, file: str, line: int, called: str, listed: str, why_not: list[str]
 ) -> Iterator[tuple[StatementRange, bool]]:
-    """Yields ranges of statements of a module's forward, and whether they return its result: around a line,
-    or the statement that calls the function with this line, or else the submodule `called`. Those without
-    lists that later statements read come first, small ones before large ones."""
+    """Yields ranges of statements of a module's forward, and whether they return its result: around those
+    that read the argument `listed`, or a line, or the statement that calls the function with this line, or
+    else the submodule `called`. Those without lists that later statements read come first, small ones before
+    large ones."""
     module = model.get_submodule(path)
     name = name_forward(module, is_model_file_module)
     if name is None:
@@ -230,6 +232,7 @@ def _ranges_around(
     except NotOutlinable as error:
         why_not.append(str(error))
         return
+    reading = source.statements_that_read(listed) if listed else ()
     number = None
     if forward.__code__.co_filename.rpartition("/")[2] == file:
         number = source.statement_at(line)
@@ -242,8 +245,8 @@ def _ranges_around(
     if number is None:
         return
     spans = set[tuple[int, int]]()
-    for first in range(number + 1):
-        for last in range(number, len(source.statements)):
+    for first in range(min(reading, default=number) + 1):
+        for last in range(max(reading, default=number), len(source.statements)):
             try:
                 spans.add(source.widen_range(first, last))
             except NotOutlinable as error:

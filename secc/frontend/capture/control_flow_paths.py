@@ -10,10 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from secc.errors import UserError
+from secc.runtime.model.nested_batch import KEY_SEPARATOR, argument_of_key
+from secc.runtime.plan.schema import EACH_SUFFIX
 from secc.runtime.recorder import Recording, is_read_node
+
+aten = torch.ops.aten
+_CUTS = (aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int)
 
 LabelledShapes = Mapping[str, tuple[int, ...]]
 
@@ -37,27 +43,36 @@ class ObservedRecording:
 
 class GlueError(UserError):
     """Glue that cannot be made generic; `module` is the opened module that it belongs to, "" for the model
-    itself."""
+    itself. argument: the argument of the model's forward that holds a list, if its entries are worked on one
+    by one."""
 
-    def __init__(self, module: str, message: str, where: str = "", remedy: str = "") -> None:
+    def __init__(
+        self, module: str, message: str, where: str = "", remedy: str = "", argument: str = ""
+    ) -> None:
         super().__init__(message, where, remedy)
-        self.module = module
+        self.module, self.argument = module, argument
 
 
 @dataclass(frozen=True)
 class GlueDiagnostic:
-    """Glue that no expression over sizes explains: a sentence, its place, and the values it had."""
+    """Glue that no expression over sizes explains: a sentence, its place, and the values it had; see
+    `GlueError` for the others."""
 
     message: str
     where: str
     values: tuple[Any, ...] = ()
     module: str = ""
+    argument: str = ""
 
     def to_error(self) -> GlueError:
         """Returns the diagnostic as an error of the user's input."""
         shown = ", ".join(str(v)[:60] for v in self.values[:6])
         return GlueError(
-            self.module, self.message + (f" (it was {shown})" if shown else ""), self.where, _GLUE_REMEDY
+            self.module,
+            self.message + (f" (it was {shown})" if shown else ""),
+            self.where,
+            _GLUE_REMEDY,
+            self.argument,
         )
 
 
@@ -121,26 +136,55 @@ def find_first_difference(groups: list[list[ObservedRecording]]) -> GlueDiagnost
     a, b = (g[0].recording.graph for g in sorted(groups, key=len, reverse=True)[:2])
     for x, y, s, t in zip(a.nodes, b.nodes, graph_signature(a), graph_signature(b), strict=False):
         if s != t:
-            message = (
-                "the glue's ops change with the batch in a way that no capture explains: "
-                "they differ first here"
-            )
-            place = x if x.meta.get("where") else y
-            looped = next((n for n in (x, y) if _takes_one_part(n)), None)
-            if looped is not None and (path := _called_with(looped)):
-                message = (
-                    "the glue's ops change with the batch in a way that no capture explains: "
-                    f"a loop calls {path} for one part of the batch after the other"
-                )
-                return GlueDiagnostic(
-                    message, looped.meta.get("where", ""), (), looped.meta.get("module", "")
-                )
-            return GlueDiagnostic(
-                message,
-                place.meta.get("where", ""),
-                (_format_node(x), _format_node(y)),
-                place.meta.get("module", ""),
-            )
+            return _describe_difference(x, y)
+    return None
+
+
+def _describe_difference(x: fx.Node, y: fx.Node) -> GlueDiagnostic:
+    """Returns what tells two nodes apart, the first ones that differ."""
+    changes = "the glue's ops change with the batch in a way that no capture explains"
+    looped = next((n for n in (x, y) if _takes_one_part(n)), None)
+    if looped is not None and (path := _called_with(looped)):
+        message = f"{changes}: a loop calls {path} for one part of the batch after the other"
+        return GlueDiagnostic(message, looped.meta.get("where", ""), (), looped.meta.get("module", ""))
+    if (key := _unpacked_list(x)) and key == _unpacked_list(y):
+        message = f"{changes}: the entries of the list {key} are worked on one by one"
+        user = _first_use(x) or _first_use(y) or x
+        return GlueDiagnostic(message, user.meta.get("where", ""), (), "", argument_of_key(key))
+    for call, other in ((x, y), (y, x)):
+        if call.op == "call_module" and str(other.meta.get("label", "")).startswith(f"{call.target}:"):
+            message = f"{changes}: {call.target} is called with more tensors in one batch than in another"
+            return GlueDiagnostic(message, call.meta.get("where", ""), (), call.meta.get("module", ""))
+    place = x if x.meta.get("where") else y
+    return GlueDiagnostic(
+        f"{changes}: they differ first here",
+        place.meta.get("where", ""),
+        (_format_node(x), _format_node(y)),
+        place.meta.get("module", ""),
+    )
+
+
+def _unpacked_list(node: fx.Node) -> str:
+    """Returns the list of the batch that a node cuts into its entries; "" for other nodes."""
+    if node.target not in _CUTS:
+        return ""
+    source: Any = node.args[0]
+    while isinstance(source, fx.Node) and source.op == "call_function":
+        source = source.args[0] if source.args else None
+    if not isinstance(source, fx.Node) or source.op != "placeholder":
+        return ""
+    steps = str(source.target).split(KEY_SEPARATOR)
+    return KEY_SEPARATOR.join(s for s in steps if s != EACH_SUFFIX) if EACH_SUFFIX in steps else ""
+
+
+def _first_use(cut: fx.Node) -> fx.Node | None:
+    """Returns the first node that uses an entry of a list, after those that make the list."""
+    queue, place = [cut], cut.meta.get("where")
+    for node in queue:
+        for user in node.users:
+            if user.meta.get("where", place) != place:
+                return user
+            queue.append(user)
     return None
 
 

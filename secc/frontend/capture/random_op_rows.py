@@ -6,13 +6,15 @@ one sample after another. An op without such a dim draws numbers that all sample
 one that no rank can draw sample by sample, is refused.
 
 A loop over time steps draws as often as the longest sample of a batch is long. If each of its draws runs over
-the samples' rows, those behind a sample's end belong to its padding, and one entry stands for all of them.
+the samples' rows, those behind a sample's end belong to its padding, and one entry stands for all of them. A
+loop over samples (a matching of each sample's objects, a choice of its patches) draws as often as there are
+rows: each of its draws belongs to one of them, in order.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from secc.errors import UserError
@@ -42,7 +44,7 @@ class _SeenRandomOp:
     sizes: list[Mapping[str, int]] = field(default_factory=list)
 
 
-def find_random_ops(observed: Iterable[ObservedRecording], inputs: ModelInputs) -> list[RandomOp]:
+def find_random_ops(observed: Sequence[ObservedRecording], inputs: ModelInputs) -> list[RandomOp]:
     """Returns the random ops that captures met. Raises RandomOpError, with place, for one that cannot be tied
     to samples."""
     seen_ops: dict[str, _SeenRandomOp] = {}
@@ -55,13 +57,21 @@ def find_random_ops(observed: Iterable[ObservedRecording], inputs: ModelInputs) 
             seen_op.sizes.append(o.sizes)
     rows = {s.name for s in inputs.symbols if s.kind == "rows"}
     loops = {site for group in groups.values() for site in _sites_of_loops(group)}
-    found = dict[str, RandomOp]()
+    sites: dict[str, list[_SeenRandomOp]] = {}
     for seen in seen_ops.values():
-        site = seen.first_draw.call_site_name
-        draw = _make_loop_draw(seen, rows) if site in loops else _make_draw(seen, rows)
-        if (known := found.setdefault(draw.call, draw)) != draw:
-            raise _unlike_loop_error(seen, known, draw)
-    return list(found.values())
+        sites.setdefault(seen.first_draw.call_site_name, []).append(seen)
+    found = list[RandomOp]()
+    for site, ops in sites.items():
+        if site not in loops:
+            found += [_make_draw(seen, rows) for seen in ops]
+            continue
+        try:
+            found.append(_make_loop_draw(ops, rows))
+        except RandomOpError:
+            if (draw := _make_draw_of_rounds(ops[0].first_draw, observed, rows)) is None:
+                raise
+            found.append(draw)
+    return found
 
 
 def _sites_of_loops(draws: Sequence[Sequence[RandomOpCall]]) -> set[str]:
@@ -71,21 +81,59 @@ def _sites_of_loops(draws: Sequence[Sequence[RandomOpCall]]) -> set[str]:
     return {site for site in sites if len({counts[site] for counts in met if site in counts}) > 1}
 
 
-def _make_loop_draw(seen: _SeenRandomOp, rows: set[str]) -> RandomOp:
-    """Returns the entry for all draws of a loop. Refuses loops over samples: their draws would belong to
-    other samples each time."""
-    drawn = seen.first_draw
-    try:
-        draw = _make_draw(seen, rows)
-    except RandomOpError:
-        draw = None
-    if draw is None or not draw.dims:
-        raise RandomOpError(
-            f"{drawn.op} draws random numbers in a loop with a length that differs between batches",
-            drawn.where,
-            "draw once for all, or in each round of the loop, with a dim for the samples' rows",
-        )
-    return replace(draw, call=loop_draw_name(drawn.call_site_name))
+def _make_loop_draw(ops: Sequence[_SeenRandomOp], rows: set[str]) -> RandomOp:
+    """Returns the entry for all draws of a loop over time steps: each of them runs over the same rows."""
+    found = list[RandomOp]()
+    for seen in ops:
+        drawn = seen.first_draw
+        try:
+            draw = _make_draw(seen, rows)
+        except RandomOpError:
+            draw = None
+        if draw is None or not draw.dims:
+            raise RandomOpError(
+                f"{drawn.op} draws random numbers in a loop with a length that differs between batches",
+                drawn.where,
+                "draw once for all, or in each round of the loop, with a dim for the samples' rows",
+            )
+        found.append(replace(draw, call=loop_draw_name(drawn.call_site_name)))
+        if found[0] != found[-1]:
+            raise _unlike_loop_error(seen, found[0], found[-1])
+    return found[0]
+
+
+def _make_draw_of_rounds(
+    drawn: RandomOpCall, observed: Sequence[ObservedRecording], rows: set[str]
+) -> RandomOp | None:
+    """Returns the entry for all draws of a loop over rows, which has as many rounds as a batch has rows, or
+    of one with rounds that all samples share; None for other loops.
+
+    The loop is in the innermost function that draws a multiple of the rows in each of its runs: it may be
+    called by another loop, and each of its rounds may draw several times.
+    """
+    if not drawn.is_supported:
+        return None
+    call = loop_draw_name(drawn.call_site_name)
+    of_batches = [
+        (o.sizes, calls)
+        for o in observed
+        if (calls := [d for d in o.recording.draws if d.call_site_name == drawn.call_site_name])
+    ]
+    for level in range(len(drawn.runs) + 1):  # from the innermost function out; the whole forward at last
+        counts = [
+            (sizes, count)
+            for sizes, calls in of_batches
+            for count in Counter(d.runs[level : level + 1] for d in calls).values()
+        ]
+        for name in sorted(rows & set(of_batches[0][0]), key=lambda n: n != "B"):
+            times = {divmod(count, sizes[name]) if sizes[name] else (0, 1) for sizes, count in counts}
+            if len({sizes[name] for sizes, _ in counts}) > 1 and len(times) == 1:
+                (each, rest), size = times.pop(), size_expr.size_symbol(name)
+                if not rest:
+                    return RandomOp(call, (), size_expr.format_expr(each * size), drawn.where)
+    totals = SizeFitter([sizes for sizes, _ in of_batches]).fit_integer([len(c) for _, c in of_batches])
+    shared = totals is not None and not size_expr.symbol_names(totals) & rows
+    return RandomOp(call, (), "0", drawn.where) if shared else None
 
 
 def _unlike_loop_error(seen: _SeenRandomOp, one: RandomOp, other: RandomOp) -> RandomOpError:

@@ -94,7 +94,7 @@ def _blocks_with_call_sites(capture: Capture) -> set[str]:
         if n.op == "call_module"
     }
     several = {path for path, times in Counter(path for path, _ in sites).items() if times > 1}
-    return several | {path for path, _ in sites if random_ops.has_random_op_in(capture.draws, path)}
+    return several | {path for path, site in sites if random_ops.draws_in_call(capture.draws, path, site)}
 
 
 def _sample_attributes(capture: Capture) -> dict[str, Attribute]:

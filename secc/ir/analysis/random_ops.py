@@ -1,6 +1,6 @@
 """Random ops in the IR: the graph's attribute `draws` lists them as texts, and glue that draws has its name
 as attribute `draw`. The call of a block that draws, or that is called at several places, has the user's lines
-that lead to it as attribute `site`.
+that lead to it as attribute `site`; that of a function that draws has the module around it in front of them.
 
 A text is `dims; rows; name; place`, such as `0,2; 12*B; encoder.layers.0@model.py:18#0; model.py:18`; dims
 are `-` where all samples share the numbers.
@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from xdsl.dialects.builtin import ArrayAttr, StringAttr
 from xdsl.ir import Attribute, Operation
 
+from secc.runtime.plan.call_sites import parse_call_site
 from secc.runtime.plan.schema import RandomOp
 
 RANDOM_OPS_ATTRIBUTE = "draws"  # of a graph
@@ -41,6 +42,12 @@ def read_random_ops(attribute: Attribute | None) -> tuple[RandomOp, ...]:
 def has_random_op_in(known: Iterable[RandomOp], path: str) -> bool:
     """Whether one of the random ops lies inside the block at `path`."""
     return any(d.call.startswith(path) and d.call[len(path)] in ".@#" for d in known)
+
+
+def draws_in_call(known: Iterable[RandomOp], path: str, site: str) -> bool:
+    """Whether the call of the block at `path` draws random numbers. Those of functions belong to other
+    modules, which their sites name."""
+    return has_random_op_in(known, path) or parse_call_site(site)[0] is not None
 
 
 def call_site(op: Operation) -> str:

@@ -14,7 +14,7 @@ from secc.frontend.capture.code_blocks import PartTries
 
 MODELS = Path(__file__).parents[2] / "models"
 
-DRAWS_IN_A_LOOP_OVER_SAMPLES = """
+DRAWS_FOR_SOME_SAMPLES = """
 import torch
 from torch import nn
 
@@ -26,8 +26,9 @@ class Model(nn.Module):
 
     def forward(self, x, y):
         total = 0.0
-        for scores, target in zip(self.body(x), y):
-            order = (scores + torch.rand(4)).argsort().tolist()
+        for i, (scores, target) in enumerate(zip(self.body(x), y)):
+            noise = torch.rand(4) if i else torch.zeros(4)
+            order = (scores + noise).argsort().tolist()
             total = total + (scores[order] - target).square().sum()
         return total / len(x)
 
@@ -59,7 +60,7 @@ def test_draws_that_no_block_mends_are_reported_without_further_tries(
     monkeypatch.setattr(
         code_blocks, "add_function_block", lambda *args: tried.append(args[1]) or outline(*args)
     )
-    (tmp_path / "draws.py").write_text(DRAWS_IN_A_LOOP_OVER_SAMPLES)
+    (tmp_path / "draws.py").write_text(DRAWS_FOR_SOME_SAMPLES)
     with pytest.raises(UserError, match="draws random numbers in a loop") as refused:
         compile_model(tmp_path / "draws.py", CompileOptions(global_batch=12))
     assert refused.value.where == "draws.py:14"

@@ -73,7 +73,7 @@ REFUSED = [
         {"known": False, "op": "aten.poisson.default"},
         "aten.poisson.default draws random numbers, which cannot be tied",
     ),
-    ([(2, 3)] * 6, {"repeat": (2, 3, 4, 5, 7, 2)}, "in a loop with a length that differs between batches"),
+    ([(2, 3)] * 6, {"repeat": (2, 3, 5, 5, 7, 2)}, "in a loop with a length that differs between batches"),
     ([(b,) for b, _, _ in SIZES], {"op": "aten.randperm.default"}, "mixes the samples"),
 ]
 
@@ -91,3 +91,38 @@ def test_a_module_skipped_in_some_batches_keeps_its_random_numbers() -> None:
     assert found(*[(b, 3) for b, _, _ in SIZES], repeat=(1, 0, 1, 1, 0, 1)) == [
         RandomOp("drop@model.py:7#0", (0,), "B", "model.py:7")
     ]
+
+
+def loop_draws(*runs_by_batch: Sequence[tuple[str, ...]]) -> list[RandomOp]:
+    """The rule for a place that drew in these runs of functions, innermost first, in each capture."""
+    observed: list[ObservedRecording] = []
+    for runs, (b, s, n) in zip(runs_by_batch, SIZES, strict=True):
+        drawn = [
+            RandomOpCall(
+                "match", ("model.py:7", "model.py:9"), "aten.rand.default", "model.py:7", (1, 5), True, i, run
+            )
+            for i, run in enumerate(runs)
+        ]
+        inputs = {"x": fx.Graph().placeholder("x")}
+        observed.append(
+            ObservedRecording(Recording(fx.Graph(), inputs, {}, [], drawn), {"B": b, "S": s, "images": n})
+        )
+    return find_random_ops(observed, ModelInputs(SYMBOLS, (), "", (), ()))
+
+
+LOOPS = [
+    ([[("f", "g")] * b for b, _, _ in SIZES], "B"),
+    ([[("f", "g")] * 3 * n for _, _, n in SIZES], "3*images"),
+    # Two layers are matched, one after the other, and each sample is drawn for in a function of its own.
+    ([[(f"f{i}", f"g{layer}") for layer in (0, 1) for i in range(b)] for b, _, _ in SIZES], "B"),
+    # Each sample is drawn for twice in a function of its own.
+    ([[(f"f{i}", "g") for i in range(b) for _ in (0, 1)] for b, _, _ in SIZES], "2*B"),
+    ([[("f", "g")] * (s - 1) for _, s, _ in SIZES], "0"),  # rounds that all samples share
+]
+
+
+@pytest.mark.parametrize(("runs", "rows"), LOOPS, ids=[rows for _, rows in LOOPS])
+def test_a_loop_over_rows_draws_for_each_of_them(runs: list[list[tuple[str, ...]]], rows: str) -> None:
+    draw = RandomOp("match@model.py:7<model.py:9#*", (), rows, "model.py:7")
+    assert loop_draws(*runs) == [draw] and draw.has_call_per_row == (rows != "0")
+    assert texts.parse_random_op(texts.format_random_op(draw)) == draw
