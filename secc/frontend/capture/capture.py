@@ -34,6 +34,7 @@ from secc.frontend.capture.code_blocks import (
     take_back_parts,
 )
 from secc.frontend.capture.control_flow_paths import (
+    CHANGING_GLUE,
     GlueDiagnostic,
     GlueError,
     LabelledShapes,
@@ -418,7 +419,8 @@ class _CaseFinder:
                     )
                 return case
             except GlueError as why_not:
-                self.why_not_rerecorded = f"{why_not.message} ({why_not.where})"
+                cause = why_not.message.removeprefix(f"{CHANGING_GLUE}: ")
+                self.why_not_rerecorded = f"{cause} ({why_not.where})"
         return None
 
     def _fewest_fit(self, pattern: InputPattern, shapes: dict[int, LabelledShapes]) -> bool:

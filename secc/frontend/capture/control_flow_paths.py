@@ -6,6 +6,7 @@ values read may differ.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ _GLUE_REMEDY = (
     "put it into an nn.Module of its own that returns rows of the samples; modules are called as they are. "
     "In the loss, add up one scalar for each sample's rows, or work on the padded batch with a mask"
 )
+CHANGING_GLUE = "the glue's ops change with the batch in a way that no capture explains"
 LONG_WIDTH = 128  # from here on, lengths that differ a little may be one length to a stride
 MIN_CAPTURES = 3  # captures that a case needs, so that sizes can be explained and checked
 
@@ -142,22 +144,25 @@ def find_first_difference(groups: list[list[ObservedRecording]]) -> GlueDiagnost
 
 def _describe_difference(x: fx.Node, y: fx.Node) -> GlueDiagnostic:
     """Returns what tells two nodes apart, the first ones that differ."""
-    changes = "the glue's ops change with the batch in a way that no capture explains"
     looped = next((n for n in (x, y) if _takes_one_part(n)), None)
     if looped is not None and (path := _called_with(looped)):
-        message = f"{changes}: a loop calls {path} for one part of the batch after the other"
+        message = f"{CHANGING_GLUE}: a loop calls {path} for one part of the batch after the other"
         return GlueDiagnostic(message, looped.meta.get("where", ""), (), looped.meta.get("module", ""))
-    if (key := _unpacked_list(x)) and key == _unpacked_list(y):
-        message = f"{changes}: the entries of the list {key} are worked on one by one"
-        user = _first_use(x) or _first_use(y) or x
+    for node in (x, y):
+        if not (key := _unpacked_list(node)):
+            continue
+        message = f"{CHANGING_GLUE}: the entries of the list {key} are worked on one by one"
+        user = _first_use(node) or node
         return GlueDiagnostic(message, user.meta.get("where", ""), (), "", argument_of_key(key))
     for call, other in ((x, y), (y, x)):
         if call.op == "call_module" and str(other.meta.get("label", "")).startswith(f"{call.target}:"):
-            message = f"{changes}: {call.target} is called with more tensors in one batch than in another"
+            message = (
+                f"{CHANGING_GLUE}: {call.target} is called with more tensors in one batch than in another"
+            )
             return GlueDiagnostic(message, call.meta.get("where", ""), (), call.meta.get("module", ""))
     place = x if x.meta.get("where") else y
     return GlueDiagnostic(
-        f"{changes}: they differ first here",
+        f"{CHANGING_GLUE}: they differ first here",
         place.meta.get("where", ""),
         (_format_node(x), _format_node(y)),
         place.meta.get("module", ""),
@@ -165,10 +170,11 @@ def _describe_difference(x: fx.Node, y: fx.Node) -> GlueDiagnostic:
 
 
 def _unpacked_list(node: fx.Node) -> str:
-    """Returns the list of the batch that a node cuts into its entries; "" for other nodes."""
-    if node.target not in _CUTS:
+    """Returns the list of the batch that a node cuts into its entries, or takes an entry of; "" for other
+    nodes."""
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    if not isinstance(source, fx.Node) or source.target not in _CUTS:
         return ""
-    source: Any = node.args[0]
     while isinstance(source, fx.Node) and source.op == "call_function":
         source = source.args[0] if source.args else None
     if not isinstance(source, fx.Node) or source.op != "placeholder":

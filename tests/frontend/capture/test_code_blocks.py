@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from secc.frontend.capture import code_blocks
 from secc.frontend.capture.code_blocks import PartTries
+from secc.frontend.capture.control_flow_paths import ObservedRecording, find_first_difference
+from secc.runtime.model.nested_batch import flatten_batch
+from secc.runtime.model.user_file import load_model_file
+from secc.runtime.recorder import Recorder
 
 MODELS = Path(__file__).parents[2] / "models"
 
@@ -43,6 +48,34 @@ def dataset():
 """
 
 
+READS_A_LIST = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x, curves):
+        scores = self.body(x)
+        loss = sum((own - curve.sin()).square().sum() for own, curve in zip(scores, curves))
+        best = scores.argmax(1)
+        spread = scores.var(1)
+        last = scores[:, -1]
+        return {"loss": loss, "rest": (best, spread, last)}
+
+
+def model():
+    return Model()
+
+
+def dataset():
+    return []
+"""
+
+
 def test_tries_end_after_the_time_limit_and_say_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_blocks, "_MIN_SECONDS", 0.0)
     monkeypatch.setattr(code_blocks, "_MAX_CAPTURES", 0.0)
@@ -65,6 +98,24 @@ def test_draws_that_no_block_mends_are_reported_without_further_tries(
         compile_model(tmp_path / "draws.py", CompileOptions(global_batch=12))
     assert refused.value.where == "draws.py:14"
     assert len(tried) == 1
+
+
+def test_a_list_with_entries_that_are_worked_on_one_by_one_is_named(tmp_path: Path) -> None:
+    (tmp_path / "reader.py").write_text(READS_A_LIST)
+    recorder = Recorder(load_model_file(tmp_path / "reader.py").build_model(), ["body"])
+    batches = [{"x": torch.zeros(n, 4), "curves": [torch.zeros(4)] * n} for n in (2, 3)]
+    seen = [recorder.record(flatten_batch(b, lists={"curves": 0})) for b in batches]
+    found = find_first_difference([[ObservedRecording(s, {"B": len(s.graph.nodes)})] for s in seen])
+    assert found is not None and found.message.endswith("of the list curves are worked on one by one")
+    assert (found.where, found.argument) == ("reader.py:13", "curves")
+
+
+def test_statements_that_read_a_list_are_tried_first(tmp_path: Path) -> None:
+    (tmp_path / "reader.py").write_text(READS_A_LIST)
+    reader = load_model_file(tmp_path / "reader.py").build_model()
+    ranges = list(code_blocks._ranges_around(reader, "", "other.py", 3, "", "curves", []))
+    assert str(ranges[0][0]) == ":Model.forward#1-1@"
+    assert all(chosen.first <= 1 <= chosen.last for chosen, _ in ranges)
 
 
 def test_other_samples_are_not_tried_again_for_the_same_error() -> None:
