@@ -7,7 +7,7 @@ layout, values decide what the tensors hold and not how large they are, which is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -54,8 +54,8 @@ def _layout_with_values(
     mode: FakeTensorMode, module: nn.Module, args: Any, kwargs: Any, runs: CallRunner, fill: _Filler
 ) -> tuple[Any, list[tuple[ResultTensor, torch.Tensor]]] | None:
     """`layout_by_random_run` with arguments that `fill` fills."""
-    layouts, skeleton = list[Any](), None
-    for seed in _RANDOM_RUN_SEEDS:
+
+    def run_once(seed: int, integer: int = 0) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             state = {
@@ -63,18 +63,52 @@ def _layout_with_values(
                 for name, t in (*module.named_parameters(), *module.named_buffers())
             }
             random_arguments = nested_values.map_leaves(
-                (args, kwargs), lambda _, value: _random_value(value, fill)
+                (args, kwargs), lambda _, value: _random_value(value, fill, integer)
             )
             tensors = [t for _, t in nested_values.iter_tensors(random_arguments)]
             versions = tensor_versions(tensors)
             out, input_independent = runs(partial(functional_call, module, state, *random_arguments))
-        skeleton = result_skeleton(out, tensors, versions, input_independent)
-        layouts.append(nested_values.map_leaves(skeleton, _leaf_layout))
-    if skeleton is None or layouts[0] != layouts[1]:
+        return result_skeleton(out, tensors, versions, input_independent)
+
+    skeletons = [run_once(seed) for seed in _RANDOM_RUN_SEEDS]
+    if skeletons[0] is None or len({_describe_layout(s) for s in skeletons}) > 1:
         return None
-    return BlockResult(skeleton, False, (), ()).build_fakes(
-        mode, [t for _, t in nested_values.iter_tensors((args, kwargs))]
+    skeleton, known = skeletons[-1], [t for _, t in nested_values.iter_tensors((args, kwargs))]
+    if _lacks_gradient(skeleton, [*known, *module.parameters()]):
+        with suppress(Exception):
+            _add_gradients(skeleton, run_once(_RANDOM_RUN_SEEDS[0], integer=1))
+        run_once(_RANDOM_RUN_SEEDS[-1])  # what `runs` notes of the last run counts
+    return BlockResult(skeleton, False, (), ()).build_fakes(mode, known)
+
+
+def _describe_layout(skeleton: Any) -> str:
+    """Return a text that is equal for results of one layout."""
+    return repr(nested_values.map_leaves(skeleton, _leaf_layout))
+
+
+def _result_tensors(skeleton: Any) -> list[ResultTensor]:
+    found = list[ResultTensor]()
+    nested_values.map_leaves(
+        skeleton, lambda _, leaf: found.append(leaf) if isinstance(leaf, ResultTensor) else None
     )
+    return found
+
+
+def _lacks_gradient(skeleton: Any, given: Iterable[torch.Tensor]) -> bool:
+    """Whether a result has a tensor of floats without a gradient although the module is given some with one:
+    where lengths are 0, code may leave out all that depends on these."""
+    found = _result_tensors(skeleton)
+    without = any(leaf.dtype.is_floating_point and not leaf.requires_grad for leaf in found)
+    return without and torch.is_grad_enabled() and any(t.requires_grad for t in given)
+
+
+def _add_gradients(skeleton: Any, other: Any) -> None:
+    """Let the tensors of a result have a gradient where those of another run have one, if both results have
+    the same shapes."""
+    pairs = list(zip(_result_tensors(skeleton), _result_tensors(other), strict=True))
+    if all((a.path, a.shape, a.dtype) == (b.path, b.shape, b.dtype) for a, b in pairs):
+        for a, b in pairs:
+            a.requires_grad |= b.requires_grad
 
 
 def _random_state_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,13 +122,15 @@ def _random_state_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return rows.requires_grad_(tensor.requires_grad).expand(tensor.shape)
 
 
-def _random_value(value: Any, fill: _Filler = torch.Tensor.normal_) -> Any:
-    """Return a tensor with random values in place of a fake one, not a leaf of autograd. Integers are 0,
-    which is always a valid index."""
+def _random_value(value: Any, fill: _Filler = torch.Tensor.normal_, integer: int = 0) -> Any:
+    """Return a tensor with random values in place of a fake one, not a leaf of autograd. Integers are 0 by
+    default, which is always a valid index."""
     if not is_fake(value):
         return value
     if not value.is_floating_point() and not value.is_complex():
-        values = torch.rand(value.shape) < 0.5 if value.dtype is torch.bool else torch.zeros(value.shape)
+        values = (
+            torch.rand(value.shape) < 0.5 if value.dtype is torch.bool else torch.full(value.shape, integer)
+        )
         return values.to(value.dtype)
     values = fill(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype))
     return values.requires_grad_().clone() if value.requires_grad and torch.is_grad_enabled() else values

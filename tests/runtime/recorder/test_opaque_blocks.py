@@ -334,3 +334,30 @@ def test_packed_sequences_and_ctc_losses_have_shapes_from_input_lengths() -> Non
     assert next(iter(call.users)).meta["shape"] == (3, 9, 6) and call.meta["reads"]
     (aligned,) = (n for n in found.graph.nodes if "_ctc_loss" in str(n.target))
     assert [r["shape"] for r in aligned.meta["results"]] == [(3,), (3, 9, 7)]
+
+
+class LongEnough(nn.Module):
+    """A loss of the steps that a length leaves, as a transducer's: with a length of 0 there are none."""
+
+    def forward(self, h: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        loss = torch.full((), float("inf"))
+        for step in (1, 2):
+            valid = lengths >= step
+            if bool(valid.any()):
+                loss = torch.where(valid, h.sum(1), h.new_zeros(())).mean()
+        return loss
+
+
+class WithLengths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.count, self.loss = nn.Linear(5, 5), nn.Linear(5, 1), LongEnough()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.body(x), self.count(x)[:, 0].int())
+
+
+def test_a_loss_of_no_step_has_a_gradient_all_the_same() -> None:
+    recording = record_forward(WithLengths(), {"x": BATCH["x"]}, ["body", "count", "loss"])
+    loss = next(iter(recording.block_calls[-1].users))
+    assert loss.meta["shape"] == () and loss.meta["requires_grad"]
