@@ -461,19 +461,25 @@ def _add_plan(solved: SolvedAllocation, dealt: DealtPlan) -> tuple[SolvedAllocat
 
 
 def _dealing_facts(dealt: DealtPlan) -> dict[str, Any]:
-    """The scheduled step in seconds under each way to deal samples to ranks of cp, by section."""
+    """The scheduled step in seconds under each way to deal samples to ranks of cp, by section, and how many
+    times as long those take that were dropped on the first batch."""
     by_section = {
         section: {way: ns / 10**9 for way, ns in by_way.items()} for section, by_way in dealt.step_ns.items()
     }
-    return {"sections": by_section} if by_section else {}
+    return ({"sections": by_section} if by_section else {}) | (
+        {known.DROPPED_WAYS: dealt.dropped} if dealt.dropped else {}
+    )
 
 
 def _interleaving_facts(plan: InterleavedPlan) -> dict[str, Any]:
-    """The scheduled step in seconds with one piece of layers on a rank and with two, by section."""
+    """The scheduled step in seconds with one piece of layers on a rank and with two, by section, and how many
+    times as long the ways take that were dropped on the first batch."""
     by_section = {
         section: {way: ns / 10**9 for way, ns in by_way.items()} for section, by_way in plan.step_ns.items()
     }
-    return {"interleaved": by_section} if by_section else {}
+    return ({"interleaved": by_section} if by_section else {}) | (
+        {known.DROPPED_WAYS: plan.dropped} if plan.dropped else {}
+    )
 
 
 def _write_allocation(

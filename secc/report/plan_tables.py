@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from secc.cluster import Cluster
@@ -165,7 +165,17 @@ def _dynamic_cp_text(plan: Plan) -> str:
     if steps := compared.get("step_s"):
         priced = ", ".join(f"{seconds:.4g} s with samples {how}" for how, seconds in steps.items())
         texts.append(f"best plan {priced}")
-    return "; ".join(texts)
+    return "; ".join([*texts, *_dropped_texts(compared.get("dropped", {}), _CP_WAYS)])
+
+
+def _dropped_texts(dropped: Mapping[str, Mapping[str, float]], names: Mapping[str, str]) -> Iterator[str]:
+    """Yields for each section the ways that were dropped on the first batch, with what they take there."""
+    for section, ways in dropped.items():
+        texts = (
+            f"{names[way]} {f'{ratio - 1:.0%} longer' if ratio else 'too much memory'}"
+            for way, ratio in ways.items()
+        )
+        yield f"{section}, dropped on the first batch: {', '.join(texts)}"
 
 
 def _interleaving_text(plan: Plan) -> str:
@@ -175,7 +185,9 @@ def _interleaving_text(plan: Plan) -> str:
         section: [f"{seconds:.4g} s with {_LAYER_PIECES[way]}" for way, seconds in ways.items()]
         for section, ways in compared.items()
     }
-    return "; ".join(f"{section}: {', '.join(texts)}" for section, texts in steps.items())
+    compared_texts = [f"{section}: {', '.join(texts)}" for section, texts in steps.items()]
+    dropped = plan.solver.get("dropped", {})
+    return "; ".join([*compared_texts, *_dropped_texts(dropped, _LAYER_PIECES)])
 
 
 def _widths_text(plan: Plan) -> str:

@@ -370,6 +370,15 @@ def test_too_large_names_section_memory_and_remedy() -> None:
     assert "at least 39." in error.value.remedy
 
 
+def test_memory_of_tiny_devices_is_not_rounded_to_nothing(tmp_path: Path) -> None:
+    cluster = tmp_path / "tiny.yaml"
+    cluster.write_text("nodes: 1\ndevices: 4\nkind: tiny\nlike: cpu\nmemory_gib: 0.001\n")
+    with pytest.raises(UserError) as error:
+        allocate_model(cluster=str(cluster))
+    assert "0.001 GiB of each tiny" in error.value.message and "(weights 0.0" in error.value.message
+    assert "0.00 GiB" not in error.value.message and "0.0 GiB" not in str(error.value.remedy)
+
+
 def test_too_large_together_asks_for_one_more_rank() -> None:
     source = large_model(1_900_000_000).replace(
         '"Vision" params 600000 trainable 600000', '"Vision" params 1900000000 trainable 0'

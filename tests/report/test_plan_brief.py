@@ -23,3 +23,17 @@ def test_steps_of_drawn_batches_are_shown_where_the_batch_decides(steps: list[fl
     lines = plan_brief(plan, Path("plan"), ("of the samples, 3 were not read",))
     assert (f"  batches  {BATCHES}" in lines) == shown and len(lines) <= 10
     assert (("steps of batches", BATCHES) in plan_summary(plan)) == shown
+
+
+def test_ways_that_were_dropped_on_the_first_batch_are_named() -> None:
+    plan = make_plan([make_section("lm", [0, 1])], [], 8)
+    ways = {"sections": {"lm": {"section": 2.0, "any": 1.5}}, "dropped": {"lm": {"one_or_all": 1.25}}}
+    plan = replace(plan, solver={"dynamic_cp": ways, "dropped": {"lm": {"loop": 1.5, "v": 0.0}}})
+    facts = dict(plan_summary(plan))
+    assert facts["dynamic cp"].endswith(
+        "lm, dropped on the first batch: one rank or all for a sample 25% longer"
+    )
+    assert (
+        facts["stages"]
+        == "lm, dropped on the first batch: two in a loop 50% longer, two in a V too much memory"
+    )

@@ -16,6 +16,7 @@ from secc.cluster import GIB, Cluster
 from secc.cluster.presets import DEVICE_PRESETS
 from secc.errors import UserError
 
+SMALLEST_PART = 1000  # the share of the needed memory, or 1 MiB, above which a part is named
 MAX_SUGGESTED_PER_NODE = 8  # devices that a node has at most, where more of them are asked for
 
 
@@ -33,21 +34,26 @@ def explain_infeasibility(work: Workload, asked: Problem, pins: Pins) -> UserErr
     section, parts = _find_binding_section(work, relaxed)
     device = work.cluster.device
     cause = (
-        f"section {section} does not fit: its ranks need {need / GIB:.2f} GiB ({parts}), "
-        f"and of the {device.memory / GIB:.2f} GiB of each {device.kind} "
-        f"{asked.capacity / GIB:.2f} GiB can be used"
+        f"section {section} does not fit: its ranks need {_gib(need)} GiB ({parts}), "
+        f"and of the {_gib(device.memory)} GiB of each {device.kind} "
+        f"{_gib(asked.capacity)} GiB can be used"
     )
     return UserError(cause, f"cluster {work.cluster.name}", _suggest_remedy(work, asked, pins, section, need))
 
 
 def _host_memory_error(work: Workload, name: str, least: int, capacity: int) -> UserError:
     return UserError(
-        f"section {name} does not fit: each rank would keep {least / GIB:.2f} GiB in host memory,"
-        f" and it can use {capacity / GIB:.2f} GiB",
+        f"section {name} does not fit: each rank would keep {_gib(least)} GiB in host memory,"
+        f" and it can use {_gib(capacity)} GiB",
         f"cluster {work.cluster.name}",
         f"leave {name}.offload out, cut the section over more ranks (tp, pp), or give the nodes' memory in a"
         " cluster file (host: {memory_gib: ...}, for each device)",
     )
+
+
+def _gib(size: int) -> str:
+    """Bytes in GiB with two digits at least: small devices of tests have a few MiB."""
+    return f"{size / GIB:.2f}" if size >= GIB or not size else f"{size / GIB:.2g}"
 
 
 def _deadline_error(work: Workload, asked: Problem, shortest_ns: int) -> UserError:
@@ -103,8 +109,11 @@ def _find_binding_section(work: Workload, relaxed: Problem) -> tuple[str, str]:
     other_sections = evaluate_assignment(relaxed, assignment).memory[assignment.group[section]] - sum(
         parts[section].values()
     )
-    held_bytes = parts[section] | ({"other sections": other_sections} if other_sections >> 20 else {})
-    return section, ", ".join(f"{what} {size / GIB:.2f}" for what, size in held_bytes.items() if size >> 20)
+    held_bytes = parts[section] | ({"other sections": other_sections} if other_sections else {})
+    shown = {
+        what: size for what, size in held_bytes.items() if size * SMALLEST_PART >= sum(held_bytes.values())
+    }
+    return section, ", ".join(f"{what} {_gib(size)}" for what, size in shown.items())
 
 
 # -- what would make it fit, tried out
@@ -125,7 +134,8 @@ def _suggest_remedy(work: Workload, asked: Problem, pins: Pins, section: str, ne
         return ", or ".join(devices)
     gib = -(-need * 100 // 95 + work.cluster.device.reserved) / GIB
     smaller = f"make {section} smaller: fewer parameters, shorter samples, or a dtype of fewer bytes"
-    return f"use devices with at least {gib:.1f} GiB, or {smaller}"
+    least = f"{gib:.1f}" if gib >= 1 else f"{gib + 0.0005:.3f}"
+    return f"use devices with at least {least} GiB, or {smaller}"
 
 
 def _suggest_choice(work: Workload, asked: Problem, pins: Pins) -> str:

@@ -24,7 +24,8 @@ from secc.ir.dialect.ops import GraphOp, SectionOp
 # Assumed where nothing is known of how a plan was found.
 DEFAULT_SOLVER_STATUS = {"status": "FEASIBLE", "gap": "1.0", "tried": "1", "least_step_s": "0.0"}
 SIMULATED_STEP = "simulated_s"
-COMPARED_STEPS = ("dynamic_cp", "interleaved")  # tables within tables of seconds
+DROPPED_WAYS = "dropped"  # by section and way, its step over that of the plan on the first batch
+COMPARED_STEPS = ("dynamic_cp", "interleaved", DROPPED_WAYS)  # tables within tables of seconds and ratios
 NUMBER_KEYS = ("dp", "tp", "pp", "chunks", "cp", "ep", "micro_batch")
 WORD_KEYS = ("sharding", "recompute", "backward", "cp_per", "cp_degrees", "offload", "placement", "norms")
 UNWRITTEN_DEGREES = ("cp", "ep", "chunks")  # 1 where a section has no such attribute

@@ -18,7 +18,7 @@ from secc.alloc.problem.dealt_prices import DealtPrices
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Candidate, Problem
 from secc.alloc.problem.workload import Workload
-from secc.alloc.refine.local_search import FIRST_BATCH_MARGIN, RefinedPlan
+from secc.alloc.refine.local_search import DOES_NOT_FIT, FIRST_BATCH_MARGIN, RefinedPlan
 from secc.alloc.refine.schedule_evaluation import GroupRanks, PlanEvaluator
 
 ONE_FOR_ALL, ONE_OR_ALL, ANY = "section", "one_or_all", "any"
@@ -28,11 +28,13 @@ ONE_FOR_ALL, ONE_OR_ALL, ANY = "section", "one_or_all", "any"
 class DealtPlan:
     """A plan after the choice, with its problem. `step_ns`: by section, the scheduled step under each way
     that was tried on all batches and fits, all other choices kept: "section", "one_or_all" or "any"
-    divisor."""
+    divisor. `dropped`: in the same form, how many times as long as the plan the others take on the first
+    batch, DOES_NOT_FIT for a way without the memory."""
 
     problem: Problem
     refined: RefinedPlan
     step_ns: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
+    dropped: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
 
 def choose_dealing(
@@ -41,7 +43,7 @@ def choose_dealing(
     """Returns the plan in which each section with cp deals its micro-batches in the way that makes the
     scheduled step shortest. Dealing has to be shorter by more than the share `margin`. What is pinned stays
     as it is."""
-    step_ns: dict[str, dict[str, int]] = {}
+    step_ns, dropped = dict[str, dict[str, int]](), dict[str, dict[str, float]]()
     for section, index in won.assignment.choice.items():
         problem, c = evaluator.problem, evaluator.problem.sections[section][index]
         now, found = _way_of(c), {_way_of(c): (won, evaluator)}
@@ -56,6 +58,8 @@ def choose_dealing(
             )
             first, own = (e.evaluate_first_batch(won.assignment, ranks) for e in (tried, evaluator))
             if not first.fits or first.time_ns > own.time_ns * (1 + FIRST_BATCH_MARGIN):
+                ratio = round(first.time_ns / own.time_ns, 4) if first.fits else DOES_NOT_FIT
+                dropped.setdefault(section, {})[way] = ratio
                 continue
             evaluation = tried.evaluate(won.assignment, ranks)
             if evaluation.fits:
@@ -68,7 +72,7 @@ def choose_dealing(
         (won, evaluator), tries = found[best], won.evaluated_plans + len(found) - 1
         closed_form_ns = evaluate_assignment(evaluator.problem, won.assignment).time_ns
         won = replace(won, closed_form_ns=closed_form_ns, evaluated_plans=tries)
-    return DealtPlan(evaluator.problem, won, step_ns)
+    return DealtPlan(evaluator.problem, won, step_ns, dropped)
 
 
 def _way_of(c: Candidate) -> str:

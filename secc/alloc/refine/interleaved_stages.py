@@ -16,7 +16,7 @@ from secc.alloc.problem.candidates import price_fitting_candidates
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Candidate, Problem
-from secc.alloc.refine.local_search import FIRST_BATCH_MARGIN, RefinedPlan
+from secc.alloc.refine.local_search import DOES_NOT_FIT, FIRST_BATCH_MARGIN, RefinedPlan
 from secc.alloc.refine.schedule_evaluation import GroupRanks, PlanEvaluator
 
 CHUNKS = 2
@@ -29,11 +29,14 @@ INTERLEAVING_MARGIN = 1 / 64
 @dataclass(frozen=True)
 class InterleavedPlan:
     """A plan after the choice, with its problem. `step_ns`: by section, the scheduled step under each way
-    that was tried on all batches and fits, all other choices kept: "one", "loop" or "v"."""
+    that was tried on all batches and fits, all other choices kept: "one", "loop" or "v". `dropped`: in the
+    same form, how many times as long as the plan the others take on the first batch, DOES_NOT_FIT for a way
+    without the memory."""
 
     problem: Problem
     refined: RefinedPlan
     step_ns: Mapping[str, Mapping[str, int]] = field(default_factory=dict[str, Mapping[str, int]])
+    dropped: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
 
 def choose_interleaving(
@@ -42,13 +45,15 @@ def choose_interleaving(
     """Returns the plan in which each pipeline has as many pieces of layers on a rank as make the scheduled
     step shortest; two have to be shorter by `INTERLEAVING_MARGIN`. What is pinned or was refused stays as it
     is, and so does a pipeline that divides experts or deals its samples to ranks of cp."""
-    step_ns: dict[str, dict[str, int]] = {}
+    step_ns, dropped = dict[str, dict[str, int]](), dict[str, dict[str, float]]()
     for section in won.assignment.choice:
         found = {"one": (won, evaluator)}
         for placement, problem in _interleave(evaluator, won, section, pins):
             tried = PlanEvaluator(evaluator.work, problem, evaluator.run_ahead, evaluator.known)
             first, now = (e.evaluate_first_batch(won.assignment, ranks) for e in (tried, evaluator))
             if not first.fits or first.time_ns > now.time_ns * (1 + FIRST_BATCH_MARGIN):
+                ratio = round(first.time_ns / now.time_ns, 4) if first.fits else DOES_NOT_FIT
+                dropped.setdefault(section, {})[placement] = ratio
                 continue
             evaluation = tried.evaluate(won.assignment, ranks)
             if evaluation.fits:
@@ -61,7 +66,7 @@ def choose_interleaving(
         (won, evaluator), tries = found[best], won.evaluated_plans + len(found) - 1
         closed_form_ns = evaluate_assignment(evaluator.problem, won.assignment).time_ns
         won = replace(won, closed_form_ns=closed_form_ns, evaluated_plans=tries)
-    return InterleavedPlan(evaluator.problem, won, step_ns)
+    return InterleavedPlan(evaluator.problem, won, step_ns, dropped)
 
 
 def _interleave(

@@ -60,6 +60,7 @@ ESTIMATE_MARGIN = 1 / 16
 # ... and on further batches if the first batch is at most this share longer than the best one there, and half
 # this share once there are several.
 FIRST_BATCH_MARGIN = 1 / 32
+DOES_NOT_FIT = 0.0  # in place of the ratio of two steps, where the first one lacks memory
 # A neighbour is estimated if closed forms put it behind its origin by at most this share of the step.
 CLOSED_FORM_MARGIN = 1 / 5
 FULL_EVALUATIONS_AT_ONCE = 3  # plans that are evaluated together on the first batch, and then on all

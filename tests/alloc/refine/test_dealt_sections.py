@@ -13,7 +13,8 @@ from secc.alloc.problem.build_problem import build_problem
 from secc.alloc.problem.dealt_prices import DealtPrices
 from secc.alloc.problem.pins import parse_pins
 from secc.alloc.problem.types import Candidate
-from secc.alloc.refine.dealt_sections import choose_dealing
+from secc.alloc.refine import dealt_sections
+from secc.alloc.refine.dealt_sections import DealtPlan, choose_dealing
 from secc.alloc.refine.local_search import RefinedPlan
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation
@@ -29,6 +30,13 @@ from tests.alloc.problem.test_row_parts import GRAPH, LONG, build_long_workload
 def choose_cp_per(lengths: list[int], *pins: str) -> tuple[Candidate, int, int]:
     """Returns the section's candidate after the choice between dividing and dealing samples, and the
     scheduled step before and after it, in ns."""
+    dealt, first = choose_ways(lengths, *pins)
+    chosen = dealt.problem.sections["lm"][dealt.refined.assignment.choice["lm"]]
+    return chosen, first.evaluation.time_ns, dealt.refined.evaluation.time_ns
+
+
+def choose_ways(lengths: list[int], *pins: str) -> tuple[DealtPlan, RefinedPlan]:
+    """Returns the plan after the choice between dividing and dealing samples, and the one before it."""
     work, parsed = build_long_workload(lengths), parse_pins([f"lm.{pin}" for pin in pins], ["lm"])
     work.graph.widths = StringAttr("own")
     problem = build_problem(work, 8, "auto", parsed)
@@ -38,9 +46,19 @@ def choose_cp_per(lengths: list[int], *pins: str) -> tuple[Candidate, int, int]:
     first = RefinedPlan(
         solution.assignment, evaluator.evaluate(solution.assignment, ranks), solution.time_ns, 1
     )
-    dealt = choose_dealing(evaluator, first, ranks, parsed, 1 / 128)
-    chosen = dealt.problem.sections["lm"][dealt.refined.assignment.choice["lm"]]
-    return chosen, first.evaluation.time_ns, dealt.refined.evaluation.time_ns
+    return choose_dealing(evaluator, first, ranks, parsed, 1 / 128), first
+
+
+def test_ways_that_are_clearly_longer_on_the_first_batch_are_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dealt, _ = choose_ways(LONG, "cp=8")
+    assert dealt.step_ns["lm"].keys() == {"section", "any", "one_or_all"} and not dealt.dropped
+    monkeypatch.setattr(dealt_sections, "FIRST_BATCH_MARGIN", -0.99)
+    dealt, first = choose_ways(LONG, "cp=8")
+    assert dealt.refined == first and dealt.step_ns == {}
+    assert dealt.dropped["lm"].keys() == {"any", "one_or_all"}
+    assert all(0.1 < ratio < 10 for ratio in dealt.dropped["lm"].values())
 
 
 def test_short_samples_are_dealt_where_the_step_is_shorter() -> None:

@@ -50,6 +50,15 @@ def test_the_way_with_the_shortest_step_is_chosen(dp: int, monkeypatch: pytest.M
     assert chosen.step_ns["lm"][way] == min(steps.values()) == chosen.refined.evaluation.time_ns
 
 
+def test_ways_that_are_clearly_longer_on_the_first_batch_are_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interleaved_stages, "FIRST_BATCH_MARGIN", -0.99)
+    chosen, _ = staged_steps(2, ("one",), Pins())
+    assert chosen.step_ns == {} and chosen.dropped["lm"].keys() == {"loop", "v"}
+    assert all(0.1 < ratio < 10 for ratio in chosen.dropped["lm"].values())
+
+
 def test_small_gains_pins_and_refusals_leave_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interleaved_stages, "INTERLEAVING_MARGIN", 0.9)
     chosen, _ = staged_steps(2, ("one",), Pins())

@@ -404,6 +404,7 @@ def test_a_plan_is_rebuilt_from_its_choices() -> None:
         "dynamic_cp/sections/lm/any=0.25",
         "dynamic_cp/step_s/priced as dealt=0.25",
         "interleaved/lm/loop=1e-05",
+        "dropped/lm/v=1.25",
     )
     assert other != texts
     Allocate(cluster="1x4xcpu", global_batch=32, known=other, proven=proven).apply(
@@ -415,7 +416,7 @@ def test_a_plan_is_rebuilt_from_its_choices() -> None:
     record = graph_of(again).attributes["solver"]
     assert isinstance(record, StringAttr)
     solver = json.loads(record.data)
-    assert solver["interleaved"] == {"lm": {"loop": 1e-05}}
+    assert solver["interleaved"] == {"lm": {"loop": 1e-05}} and solver["dropped"] == {"lm": {"v": 1.25}}
     assert solver["dynamic_cp"]["sections"] == {"lm": {"section": 0.5, "any": 0.25}}
     assert (
         plan_choices.assignment_from_choices(
