@@ -16,7 +16,7 @@ from secc.cluster import GIB, Cluster
 from secc.cluster.presets import DEVICE_PRESETS
 from secc.errors import UserError
 
-SMALLEST_PART = 1000  # the share of the needed memory, or 1 MiB, above which a part is named
+SMALLEST_PART = 1000  # of the needed memory, or 1 MiB: smaller parts are not named
 MAX_SUGGESTED_PER_NODE = 8  # devices that a node has at most, where more of them are asked for
 
 
@@ -52,8 +52,8 @@ def _host_memory_error(work: Workload, name: str, least: int, capacity: int) -> 
 
 
 def _gib(size: int) -> str:
-    """Bytes in GiB with two digits at least: small devices of tests have a few MiB."""
-    return f"{size / GIB:.2f}" if size >= GIB or not size else f"{size / GIB:.2g}"
+    """Bytes in GiB, with two digits where that would be 0.00: small devices of tests have a few MiB."""
+    return f"{size / GIB:.2f}" if 200 * size >= GIB or not size else f"{size / GIB:.2g}"
 
 
 def _deadline_error(work: Workload, asked: Problem, shortest_ns: int) -> UserError:
@@ -110,9 +110,8 @@ def _find_binding_section(work: Workload, relaxed: Problem) -> tuple[str, str]:
         parts[section].values()
     )
     held_bytes = parts[section] | ({"other sections": other_sections} if other_sections else {})
-    shown = {
-        what: size for what, size in held_bytes.items() if size * SMALLEST_PART >= sum(held_bytes.values())
-    }
+    least = min(1 << 20, sum(held_bytes.values()) // SMALLEST_PART)
+    shown = {what: size for what, size in held_bytes.items() if size > least}
     return section, ", ".join(f"{what} {_gib(size)}" for what, size in shown.items())
 
 
