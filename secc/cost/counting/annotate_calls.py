@@ -29,9 +29,10 @@ from secc.cost.counting.example_arguments import (
     OperandValues,
 )
 from secc.cost.counting.meta_run import BlockCounts, ValuelessTensors, run_on_meta
-from secc.cost.counting.polynomial_fit import fit_mean_cost, fit_polynomials
+from secc.cost.counting.polynomial_fit import GRIDS, SizeGrid, fit_mean_cost, fit_polynomials
 from secc.cost.model.default_estimate import ZERO, CallCost, default_call_cost
 from secc.cost.model.section_cost import op_has_backward
+from secc.ir.analysis.sample_sizes import read_all_samples
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.argument_template import DottedName, OperandRef
 from secc.ir.dialect.ops import BlockOp, CallOp, CaseOp, GraphOp, TieOp, graph_of, strings_of
@@ -243,13 +244,25 @@ class _CallMeasurer:
         def counts_at(sizes: dict[str, int]) -> tuple[int, ...]:
             return tuple(getattr(run(sizes), key) for key in FITTED_FIELDS)
 
-        try:
-            if (fitted := fit_polynomials(counts_at, kinds)) is None:
+        for grid in GRIDS:
+            runs.clear()
+            try:
+                if (fitted := fit_polynomials(counts_at, kinds, grid)) is None:
+                    return None
+                peak = _fit_peak(run, [*runs.values()], kinds, grid)
+            except Exception:  # the user's code may raise anything on tensors without values
+                if runs or self._has_small_widths(kinds, grid):
+                    continue  # smaller sizes may be within a limit of the code
                 return None
-            peak = _fit_peak(run, [*runs.values()], kinds)
-        except Exception:  # the user's code may raise anything on tensors without values
-            return None
-        return _call_cost_from_runs([*runs.values()], fitted, "counted", len(recompute_units(block)), peak)
+            units = len(recompute_units(block))
+            return _call_cost_from_runs([*runs.values()], fitted, "counted", units, peak)
+        return None
+
+    def _has_small_widths(self, kinds: Mapping[str, str], grid: SizeGrid) -> bool:
+        """Whether some width is below the sizes of a grid in all samples."""
+        samples = [sizes for _, sizes in read_all_samples(self._graph)]
+        widths = [name for name, kind in kinds.items() if kind == "width"]
+        return bool(samples) and any(max(s.get(w, 0) for s in samples) < grid.first for w in widths)
 
     def _measure_on_samples(self, case: CaseOp, call: CallOp, block: nn.Module) -> CallCost | None:
         """Fit the mean cost over dataset samples, for blocks that depend on values of inputs (such as
@@ -295,7 +308,10 @@ class _CallMeasurer:
 
 
 def _fit_peak(
-    run: Callable[[dict[str, int]], BlockCounts], runs: Sequence[BlockCounts], kinds: Mapping[str, str]
+    run: Callable[[dict[str, int]], BlockCounts],
+    runs: Sequence[BlockCounts],
+    kinds: Mapping[str, str],
+    grid: SizeGrid,
 ) -> Expr:
     """Fit the peak of live bytes: the maximum of one polynomial for each operation at which some run peaked.
 
@@ -305,7 +321,7 @@ def _fit_peak(
     if not positions or len({len(t.live_bytes) for t in runs}) > 1:
         return ZERO
     return sympy.Max(
-        *fit_polynomials(lambda sizes: [run(sizes).live_bytes[i] for i in positions], kinds) or (ZERO,)
+        *fit_polynomials(lambda sizes: [run(sizes).live_bytes[i] for i in positions], kinds, grid) or (ZERO,)
     )
 
 

@@ -3,13 +3,15 @@
 A small basis of monomials is solved in rationals and checked at a size held out of the fit. Costs are linear
 in each number of rows and at most quadratic in widths (attention), so the tensor product of those two bases
 is tried first, and all monomials up to degree three second. Counts are taken at multiples of eight, where
-floor divisions such as `S//4` are exact.
+floor divisions such as `S//4` are exact; at smaller sizes where code has a limit, such as a table of learned
+positions.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -20,20 +22,30 @@ from sympy.polys.matrices import DomainMatrix
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.size_expr import Expr
 
-# Counts are taken at sizes FIRST_SIZE + k * SIZE_STEP. The polynomial must also hold where the i-th symbol is
-# HELD_OUT_SIZE + i * SIZE_STEP.
-FIRST_SIZE, SIZE_STEP, HELD_OUT_SIZE = 16, 8, 72
 
+@dataclass(frozen=True)
+class SizeGrid:
+    """Sizes at which counts are taken: `first + k * step`. The polynomial must also hold where the i-th
+    symbol is `held_out + i * step`."""
+
+    first: int
+    step: int
+    held_out: int
+
+
+GRIDS = (SizeGrid(16, 8, 72), SizeGrid(16, 8, 48), SizeGrid(8, 4, 24), SizeGrid(4, 2, 12), SizeGrid(2, 1, 6))
 
 Exponents = tuple[int, ...]
 MeasureAt = Callable[[dict[str, int]], Sequence[int]]
 
 
-def fit_polynomials(measure: MeasureAt, kinds: Mapping[str, str]) -> tuple[Expr, ...] | None:
+def fit_polynomials(
+    measure: MeasureAt, kinds: Mapping[str, str], grid: SizeGrid = GRIDS[0]
+) -> tuple[Expr, ...] | None:
     """Fit one polynomial to each count.
 
-    measure: returns the counts at given symbol values. kinds: "rows" or "width" by symbol. Returns None if no
-    basis fits.
+    measure: returns the counts at given symbol values. kinds: "rows" or "width" by symbol. grid: the sizes to
+    measure at. Returns None if no basis fits.
     """
     names = sorted(kinds)
     measured: dict[tuple[int, ...], Sequence[int]] = {}
@@ -43,9 +55,9 @@ def fit_polynomials(measure: MeasureAt, kinds: Mapping[str, str]) -> tuple[Expr,
             measured[point] = measure(dict(zip(names, point, strict=True)))
         return measured[point]
 
-    held_out = tuple(HELD_OUT_SIZE + SIZE_STEP * i for i in range(len(names)))
+    held_out = tuple(grid.held_out + grid.step * i for i in range(len(names)))
     for basis in _candidate_bases(names, kinds):
-        points = [tuple(FIRST_SIZE + SIZE_STEP * e for e in exponents) for exponents in basis]
+        points = [tuple(grid.first + grid.step * e for e in exponents) for exponents in basis]
         polynomials = _solve_coefficients(names, basis, points, [counts_at(p) for p in points])
         sizes = dict(zip(names, held_out, strict=True))
         if [size_expr.evaluate_size(f, sizes) for f in polynomials] == list(counts_at(held_out)):
@@ -78,7 +90,7 @@ def fit_mean_cost(terms: Sequence[Expr], points: Sequence[Sequence[int]], values
 
 
 def _candidate_bases(names: list[str], kinds: Mapping[str, str]) -> Iterator[list[Exponents]]:
-    """Yield sets of exponents closed under division: measurements at FIRST_SIZE + SIZE_STEP * exponents
+    """Yield sets of exponents closed under division: measurements at `first + step * exponents`
     determine the polynomial uniquely."""
     rows, widths = (
         [i for i, n in enumerate(names) if (kinds[n] == "rows") is wanted] for wanted in (True, False)

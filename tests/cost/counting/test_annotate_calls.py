@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from secc.cost.counting import meta_run
 from secc.cost.counting.annotate_calls import annotate_calls
 from secc.cost.counting.example_arguments import CollatedSamples
 from secc.cost.model.section_cost import integer_attribute
+from secc.ir.analysis.sample_sizes import SAMPLES_ATTRIBUTE, samples_attr
 from secc.ir.dialect.ops import BlockOp, TieOp, graph_of
 from secc.ir.dialect.size_expr import parse_expr
 from secc.runtime.sections.recompute import install_recompute, recompute_units
@@ -173,6 +174,30 @@ def test_truth_values_of_masks_are_true() -> None:
 def test_no_grad_saves_nothing() -> None:
     frozen = '    %y = sec.call "f" (%x) args "$0" outs [""] no_grad : !sec.tensor<[B, S, 8], f32>\n'
     assert annotate_block(nn.Linear(8, 8), frozen)["saved"] == "0"
+
+
+class Positioned(nn.Module):
+    """Adds learned positions, of which it has few."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__()
+        self.positions, self.attention = nn.Embedding(places, 8), Attention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1])
+        return self.attention(x + self.positions(places) + self.positions.weight[: len(places)])
+
+
+@pytest.mark.parametrize("places", [60, 40, 18, 10])
+def test_a_table_of_few_positions_does_not_change_the_counts(places: int) -> None:
+    found, known = list[Mapping[str, str]](), [(frozenset[str](), {"B": 1, "S": 10, "n": 0})]
+    for limit in (places, 1000):
+        model = nn.ModuleDict({"f": Positioned(limit)})
+        module = call_graph(model, CALL)
+        graph_of(module).attributes[SAMPLES_ATTRIBUTE] = samples_attr(["B", "S", "n"], known)
+        annotate_calls(module, model)
+        found += call_attributes(module)
+    assert found[0]["cost"] == "counted" and found[0] == found[1]
 
 
 def test_block_that_reads_values_gets_default_estimate() -> None:
