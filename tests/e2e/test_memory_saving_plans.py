@@ -36,6 +36,7 @@ CASES = [
         marks=pytest.mark.slow,
     ),
     ("loops", ("model.sharding=zero3", "model.recompute=full", "model.dp=2")),  # layers that run twice
+    ("smoothed_layers", ("model.sharding=zero3", "model.dp=2")),  # weights that code outside of layers takes
     ("in_place_layers", ("model.sharding=zero3", "model.dp=2")),
     (
         "qwen_distil",

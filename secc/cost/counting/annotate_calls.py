@@ -10,6 +10,7 @@ label `default`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import gcd, prod
@@ -207,7 +208,15 @@ class _CallMeasurer:
         key = self.call_key(call)
         if key not in self._known:
             self._known[key] = self.measure_call(case, call)
-        return self._known[key] or default_call_cost(call, self._graph.blocks[call.target.data])
+        return self._known[key] or self._default_cost(call)
+
+    def _default_cost(self, call: CallOp) -> CallCost:
+        """The estimate for a block that could not be run: nothing shows that its layers run in order, or that
+        no other code takes their weights."""
+        block = self._model.get_submodule(call.target.data)
+        cost = default_call_cost(call, self._graph.blocks[call.target.data])
+        has_layers = any(unit is not block for unit in recompute_units(block))
+        return replace(cost, units_in_order=False) if has_layers else cost
 
     def measure_call(self, case: CaseOp, call: CallOp) -> CallCost | None:
         """The cost of a call, or None where only the default estimate is left."""

@@ -425,6 +425,20 @@ def test_layers_with_weights_that_other_code_takes_are_marked(takes_values: bool
     assert ("noted" in annotate_block(block).get("out_of_turn", "")) == takes_values
 
 
+class StackWithValues(Stack):
+    """Reads a value of its own result, so that it does not run without values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if float(y.sum()) < 1e9 else x
+
+
+def test_layers_of_which_nothing_is_known_are_marked() -> None:
+    found = annotate_block(StackWithValues(3))
+    assert (found["cost"], found["out_of_turn"]) == ("default", "noted")
+    assert "out_of_turn" not in annotate_block(ReadsValues())  # a block without layers is held whole anyhow
+
+
 @pytest.mark.parametrize("depth", [1, 5])
 def test_flops_match_torch_flop_counter(depth: int) -> None:
     block = Stack(depth)
