@@ -435,7 +435,7 @@ def _patches_with_grids(names: set[str], config: Any) -> Iterator[Recipe]:
         return
     channels = image_shape(config)[0]
     patch = int(config_value(config, "patch_size", default=14))
-    merge = int(config_value(config, "spatial_merge_size", "merge_size", default=2))
+    merge = int(config_value(config, "spatial_merge_size", "merge_size", "merge_kernel_size", default=2))
     for temporal in (int(config_value(config, "temporal_patch_size", default=2)), 1):
 
         def patches(g: torch.Generator, temporal: int = temporal) -> Sample:
@@ -445,6 +445,12 @@ def _patches_with_grids(names: set[str], config: Any) -> Iterator[Recipe]:
             return sample | ({"merge_sizes": torch.tensor([merge])} if "merge_sizes" in names else {})
 
         yield Recipe("image patches", patches, Batching(joined=frozenset({key, grid, "merge_sizes"})))
+
+    def square_patches(g: torch.Generator) -> Sample:
+        h, w = merge * integer(g, 1, 3), merge * integer(g, 1, 3)
+        return {key: noise(g, h * w, channels, patch, patch), grid: torch.tensor([[1, h, w]])}
+
+    yield Recipe("square image patches", square_patches, Batching(joined=frozenset({key, grid})))
 
 
 def _placed_patches(config: Any) -> Draw:
@@ -569,7 +575,7 @@ def _image_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Mod
     forms: list[tuple[str, Draw]] = []
     if "image_grid_thw" in names:
         patch = int(config_value(config, "patch_size", default=14))
-        merge = int(config_value(config, "spatial_merge_size", "merge_size", default=2))
+        merge = int(config_value(config, "spatial_merge_size", "merge_size", "merge_kernel_size", default=2))
         for temporal in (int(config_value(config, "temporal_patch_size", default=2)), 1):
 
             def patches(g: torch.Generator, temporal: int = temporal) -> Sample:
@@ -578,6 +584,13 @@ def _image_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Mod
                 return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, h, w]])}
 
             forms.append(("image patches", patches))
+
+        def square_patches(g: torch.Generator) -> Sample:
+            h, w = merge * integer(g, 1, 3), merge * integer(g, 1, 3)
+            pixels = noise(g, h * w, channels, patch, patch)
+            return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, h, w]])}
+
+        forms.append(("square image patches", square_patches))
     elif "image_position_ids" in names:
         forms.append(("images as padded patches", _placed_patches(config)))
     else:

@@ -183,6 +183,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         for t in ("time_series_transformer", "autoformer", "informer")
     },
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "kimi_k25_vision": {"pos_emb_height": 8, "pos_emb_width": 8},
     "longcat_flash": {"qk_head_dim": 2 * HIDDEN // HEADS},
 }
 
