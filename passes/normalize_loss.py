@@ -146,11 +146,18 @@ class NormalizeLoss(ModulePass):
         keys = match_identities(
             [CaseParts(f.pattern, f.called_blocks, part_identities(f.parts, structure)) for f in found]
         )
+        statistics = match_identities(
+            [
+                CaseParts(f.pattern, f.called_blocks, part_identities([s.part for s in f.context.statistics]))
+                for f in found
+            ]
+        )
+        _require_statistics_of_all_cases(found, statistics)
         one = len({key for known in keys for key in known}) == 1
         shares = _find_shares(found, keys, structure)
         coefficients = [
-            _rewrite_case(f, known, own, names, structure, "loss" if one else None)
-            for f, known, own in zip(found, keys, shares, strict=True)
+            _rewrite_case(f, known, read, own, names, structure, "loss" if one else None)
+            for f, known, read, own in zip(found, keys, statistics, shares, strict=True)
         ]
         _require_equal_coefficients(found, coefficients)
         _require_rows_of_all_samples(found)
@@ -175,6 +182,28 @@ def _find_case_terms(case: CaseOp, context: LossContext, state: ValueState) -> C
     constants = [c for p in parts if p.atom is None and (c := p.coefficient.constant) is not None]
     kept = [p for p in parts if p.atom is not None or p.coefficient.constant is None]
     return CaseTerms(case, context, kept, float(sum(constants)), {})
+
+
+def _require_statistics_of_all_cases(found: list[CaseTerms], keys: list[list[PartIdentity]]) -> None:
+    """Raises UserError for a statistic of the global batch that a loss is computed from and that some cases
+    lack: what is computed of statistics counts in a micro-batch by its share of all samples, and these have
+    none of it. keys: identities of each case's statistics."""
+    for f, known in zip(found, keys, strict=True):
+        once = [p.atom for p in f.parts if not p.summed and p.atom is not None]
+        ops = set[Operation]().union(*map(ops_behind, once))
+        for key, statistic in zip(known, f.context.statistics, strict=True):
+            lacking = [other for other, others in zip(found, keys, strict=True) if key not in others]
+            if not lacking or statistic.op not in ops:
+                continue
+            only = sorted(f.pattern - lacking[0].pattern)
+            batches = f"batches with {' and '.join(only)}" if only else "some batches"
+            raise UserError(
+                f"a function of sums over the batch is part of the loss of {batches} only, and counts once "
+                "for a batch: micro-batches without it have no share of it",
+                _where_of(statistic.part),
+                "compute it in every batch (without such samples from sums of zero), or for each sample, or "
+                "leave it out of the loss",
+            )
 
 
 def _find_shares(
@@ -252,13 +281,15 @@ def _source_line_of(value: SSAValue) -> str:
 def _rewrite_case(
     found: CaseTerms,
     keys: list[PartIdentity],
+    statistic_keys: list[PartIdentity],
     shares: dict[PartIdentity, Share],
     names: TermNames,
     structure: StructureDigests,
     only: str | None,
 ) -> dict[str, str]:
     """Put sec.term ops in the place of the loss; the coefficient of each term as a text. keys: identities of
-    the case's parts. shares: of parts that count once, what they are divided by."""
+    the case's parts, statistic_keys: of its statistics. shares: of parts that count once, what they are
+    divided by."""
     shop, written = found.context.pending, dict[str, str]()
     terms: list[Operation] = [*find_placed_rows(found.context)]
     leaves: dict[str, SSAValue] = {}
@@ -275,8 +306,7 @@ def _rewrite_case(
         return leaves[key]
 
     emitter = CoefficientEmitter(shop, emit_leaf)
-    statistics = found.context.statistics
-    for key, statistic in zip(part_identities([s.part for s in statistics]), statistics, strict=True):
+    for key, statistic in zip(statistic_keys, found.context.statistics, strict=True):
         origin = statistic.part.origin
         label = f"{STATISTIC_PREFIX}{origin.base_name if origin is not None else CONSTANT_TERM}"
         current = names.name_term((STATISTIC_PREFIX, key), label)
@@ -351,9 +381,13 @@ def _is_balance_loss(context: LossContext, part: SumPart) -> bool:
 
 
 def _where_property(part: SumPart) -> dict[str, StringAttr]:
-    source = part.origin or (part.atom.owner if part.atom is not None else None)
-    place = source_line(source) if isinstance(source, Operation) else ""
+    place = _where_of(part)
     return {"where": StringAttr(place)} if place else {}
+
+
+def _where_of(part: SumPart) -> str:
+    source = part.origin or (part.atom.owner if part.atom is not None else None)
+    return source_line(source) if isinstance(source, Operation) else ""
 
 
 def _scalar_numerator(

@@ -10,12 +10,14 @@ from secc.ir.dialect import argument_template
 from secc.ir.dialect.ops import Computation
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.approximations import take_function_of_sums
+from secc.passes.loss.batch_statistics import reads_statistics
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient, coefficient_of_number
 from secc.passes.loss.loss_context import LossContext, has_one_entry, is_rerecorded
 from secc.passes.loss.pending_ops import get_argument
 from secc.passes.loss.value_states import LocalState, StackState, SumPart, SumState, ValueState
 
 OperandTerm = SSAValue | Coefficient
+_STATISTIC_TIMES_SUM = "multiplies a sum over samples by a function of sums over the batch"
 
 
 def read_operand(op: Computation, value: Any) -> OperandTerm | None:
@@ -190,6 +192,8 @@ def state_of_product(ctx: LossContext, op: Computation) -> ValueState | None:
     if len(terms) != 2 or are_plain(ctx, terms):
         return None
     left, right = terms
+    if any(_scales_sum_by_statistic(ctx, a, b) for a, b in ((left, right), (right, left))):
+        return take_function_of_sums(ctx, op, _STATISTIC_TIMES_SUM)
     lefts, rights = term_parts(ctx, left), term_parts(ctx, right)
     if lefts is None or rights is None:
         return _multiply_stack(ctx, op, left, right)
@@ -203,6 +207,16 @@ def state_of_product(ctx: LossContext, op: Computation) -> ValueState | None:
                 )
             parts.append(product)
     return state_of_parts(ctx, terms, parts)
+
+
+def _scales_sum_by_statistic(ctx: LossContext, weight: OperandTerm, scaled: OperandTerm) -> bool:
+    """Whether a weight is computed, with a gradient, from statistics of the global batch, and what it scales
+    is a sum over samples: a micro-batch's gradient of the weight would count by its sum, not by its share of
+    the samples."""
+    if not isinstance(weight, SSAValue) or not isinstance(scaled, SSAValue):
+        return False
+    once = isinstance(ctx.state_of(weight), LocalState) and tensor_type(weight).requires_grad
+    return once and not isinstance(ctx.state_of(scaled), LocalState) and reads_statistics(weight)
 
 
 def _multiply_parts(ctx: LossContext, op: Computation, a: SumPart, b: SumPart) -> SumPart | None:
@@ -279,6 +293,8 @@ def state_of_quotient(ctx: LossContext, op: Computation) -> ValueState | None:
     if len(terms) != 2 or are_plain(ctx, terms):
         return None
     above, below = terms
+    if _scales_sum_by_statistic(ctx, below, above):
+        return take_function_of_sums(ctx, op, _STATISTIC_TIMES_SUM)
     divisor = below if isinstance(below, Coefficient) else None
     if isinstance(below, SSAValue) and not isinstance(ctx.state_of(below), LocalState):
         divisor = ctx.coefficient_of(below)

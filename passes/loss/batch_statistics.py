@@ -19,7 +19,7 @@ loss.
 from __future__ import annotations
 
 from xdsl.dialects.builtin import StringAttr
-from xdsl.ir import SSAValue
+from xdsl.ir import Operation, SSAValue
 
 from secc.ir.dialect.argument_template import CallArguments, format_arguments
 from secc.ir.dialect.ops import CallOp, Computation, GlueOp
@@ -47,6 +47,20 @@ _NO_STATISTIC_REMEDY = (
 def name_statistic(statistic: ReadStatistic, name: str) -> None:
     """Names a statistic in the glue that reads it."""
     statistic.op.properties["args"] = StringAttr(f'$0, "{name}", {SAMPLE_COUNT_SYMBOL}')
+
+
+def reads_statistics(value: SSAValue) -> bool:
+    """Whether a value is computed from statistics of the global batch."""
+    queue, seen = [value.owner], set[object]()
+    while queue:
+        op = queue.pop()
+        if op in seen or not isinstance(op, Operation):
+            continue
+        if isinstance(op, GlueOp) and op.target.data == STATISTIC_TARGET:
+            return True
+        seen.add(op)
+        queue += [operand.owner for operand in op.operands]
+    return False
 
 
 def is_function_of_sums(ctx: LossContext, op: Computation) -> bool:

@@ -50,6 +50,43 @@ def test_a_sum_that_meets_single_samples_is_refused(tmp_path: Path) -> None:
     assert "not to single samples" in refused.value.remedy
 
 
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        "(usage * usage.log()).sum()",
+        "(usage / (1 + usage.square().sum())).sum()",
+        "usage.log().sum() * usage[0]",
+    ],
+)
+def test_a_sum_times_a_function_of_sums_is_one_itself(penalty: str, tmp_path: Path) -> None:
+    """Such as the entropy of how often each code of a codebook is used."""
+    text = MODEL.read_text().replace(
+        "error = F.mse", "usage = chosen.mean((0, 1)) + 0.1\n        error = F.mse"
+    )
+    (tmp_path / "usage.py").write_text(text.replace("+ dice + floored", f"+ dice + floored + {penalty}"))
+    check_exactness(compile_model(tmp_path / "usage.py", CompileOptions(global_sums=True)), required=True)
+
+
+def test_a_function_of_sums_that_some_batches_lack_is_refused_with_its_cause(tmp_path: Path) -> None:
+    optional = "return ({'seen': torch.randn(6, generator=g)} if i % 2 else {}) | {\n"
+    more = "more = 0.0 if seen is None else self.parts(self.encoder(seen)).mean(0).norm()"
+    changes = {
+        "part: torch.Tensor\n": "part: torch.Tensor, seen: torch.Tensor | None = None\n",
+        "error = F.mse": f"{more}\n        error = F.mse",
+        "+ dice + floored": "+ dice + floored + more",
+        "return {\n": optional,
+    }
+    text = MODEL.read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    (tmp_path / "seen.py").write_text(text)
+    with pytest.raises(UserError, match="of batches with seen only, and counts once for a batch") as refused:
+        compile_model(tmp_path / "seen.py", CompileOptions(global_sums=True))
+    line = text.splitlines()[int(refused.value.where.rpartition(":")[2]) - 1]
+    assert "norm()" in line or "more" in line
+
+
 TEACHER = """class Choice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
