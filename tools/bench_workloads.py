@@ -2,8 +2,9 @@
 
     python -m tools.bench_workloads [ID ...]     prints a table; `--json FILE` writes it
 
-Each compilation is a process, so that its peak memory can be measured. `cpu` is processor time of all its
-threads and children, `wall` the time that passed.
+`--keep DIR` leaves the plans in folders of their names, as `tools.bench_baselines` takes them. Each
+compilation is a process, so that its peak memory can be measured. `cpu` is processor time of all its threads
+and children, `wall` the time that passed.
 """
 
 from __future__ import annotations
@@ -110,13 +111,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("workloads", nargs="*", metavar="ID", default=list(WORKLOADS))
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the plans in this folder")
     add_json_option(parser)
     options = parser.parse_args()
     about = "Compilation of the reference workloads: time, processor time, peak memory, and the plan."
     table = BenchmarkTable(WORKLOAD_COLUMNS, about, options.json)
     with tempfile.TemporaryDirectory() as directory:
         for name in options.workloads:
-            table.add_row(*workload_row(name, Path(directory)))
+            table.add_row(*workload_row(name, options.keep or Path(directory)))
 
 
 if __name__ == "__main__":
