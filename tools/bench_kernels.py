@@ -10,10 +10,12 @@ to other implementations.
     python tools/bench_kernels.py --precision  only the errors against float64, next to unfused PyTorch's;
                                                needs no GPU
 
-Each operator runs forward and backward. Peak memory is what exists in addition to inputs and gradients.
-Bandwidth and FLOP/s are the least that any implementation must move and compute, divided by its time, as
-shares of what a copy and a matrix product reach on this machine. Writes a table, results.json and plot.svg to
---out. The exit code is 1 if an operator is wrong.
+Each operator runs forward and backward, launched by PyTorch (`ms`) and, where that takes a few milliseconds
+at most, replayed from a CUDA graph (`graph_ms`): the device's time alone, so that the difference is what the
+host adds. Peak memory is what exists in addition to inputs and gradients. Bandwidth and FLOP/s are the least
+that any implementation must move and compute, divided by the device's time, as shares of what a copy and a
+matrix product reach on this machine. Writes a table, results.json and plot.svg to --out. The exit code is 1 if
+an operator is wrong.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,6 +55,7 @@ TUNABLE_OF_CASE = {
     "gather_rows": "rows",
     "scatter_rows": "rows",
 }
+MOST_REPLAYED_MS = 5.0  # what takes longer hides its launches
 ERROR_SLACK = 2.0  # allowed error, relative to unfused PyTorch in the same dtype
 
 
@@ -66,14 +70,15 @@ class DeviceCeilings:
 
 @dataclass(frozen=True)
 class KernelResult:
-    """One implementation of one operator at one size, forward and backward; `failure`: why there is no
-    time."""
+    """One implementation of one operator at one size, forward and backward. `graph_ms`: replayed from a CUDA
+    graph, 0 where it was not; `failure`: why there is no time."""
 
     case: str
     model: str
     rows: int
     way: str
     ms: float = 0.0
+    graph_ms: float = 0.0
     memory_mib: float = 0.0
     of_bandwidth: float = 0.0
     of_flops: float = 0.0
@@ -85,6 +90,19 @@ def time_milliseconds(run: Callable[[], object]) -> float:
     from triton.testing import do_bench
 
     return do_bench(run, warmup=50, rep=200, return_mode="median")  # pyright: ignore[reportReturnType]  # a number
+
+
+def replayed_milliseconds(run: Callable[[], object]) -> float:
+    """Returns the median time of a run that a CUDA graph replays; 0 if it cannot be recorded."""
+    from triton.testing import do_bench_cudagraph
+
+    try:
+        return do_bench_cudagraph(run, rep=50, return_mode="median")  # pyright: ignore[reportReturnType]
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        print(f"not recorded as a graph: {str(error).splitlines()[0]}", file=sys.stderr)
+    return 0.0
 
 
 def measure_ceilings(dtype: torch.dtype) -> DeviceCeilings:
@@ -167,7 +185,9 @@ def measure_implementation(
     inputs, upstream = prepare_inputs(case, sizes, dtype, torch.device("cuda"))
     result = KernelResult(case.name, sizes.name, sizes.rows, way)
     try:
-        ms = time_milliseconds(lambda: run_forward_backward(case, run, inputs, upstream))
+        step = partial(run_forward_backward, case, run, inputs, upstream)
+        ms = time_milliseconds(step)
+        graph_ms = replayed_milliseconds(step) if ms <= MOST_REPLAYED_MS else 0.0
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         gradients = run_forward_backward(case, run, inputs, upstream)
@@ -177,25 +197,28 @@ def measure_implementation(
     except torch.cuda.OutOfMemoryError:
         torch.cuda.empty_cache()
         return replace(result, failure="out of memory")
-    moved = case.moved_entries(sizes) * inputs[0].element_size()
+    moved, on_device = case.moved_entries(sizes) * inputs[0].element_size(), graph_ms or ms
     return replace(
         result,
         ms=ms,
         memory_mib=max(extra_bytes, 0) / 2**20,
-        of_bandwidth=moved / ms * 1e3 / top.bytes_per_s,
-        of_flops=case.flops(sizes) / ms * 1e3 / top.flops_per_s,
+        graph_ms=graph_ms,
+        of_bandwidth=moved / on_device * 1e3 / top.bytes_per_s,
+        of_flops=case.flops(sizes) / on_device * 1e3 / top.flops_per_s,
     )
 
 
 def results_table(results: Sequence[KernelResult]) -> str:
     """Returns the results as a Markdown table."""
     lines = [
-        "| operator | model | rows | way | ms | memory beyond, MiB | of copy | of product |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| operator | model | rows | way | ms | graph ms | memory beyond, MiB | of copy | of product |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for r in results:
         share = [f"{100 * x:.0f} %" if x else "" for x in (r.of_bandwidth, r.of_flops)]
-        numbers = [r.failure, "", "", ""] if r.failure else [f"{r.ms:.3f}", f"{r.memory_mib:,.0f}", *share]
+        graph = f"{r.graph_ms:.3f}" if r.graph_ms else ""
+        numbers = [f"{r.ms:.3f}", graph, f"{r.memory_mib:,.0f}", *share]
+        numbers = [r.failure, "", "", "", ""] if r.failure else numbers
         lines.append(f"| {' | '.join([r.case, r.model, f'{r.rows:,}', r.way, *numbers])} |")
     return "\n".join(lines)
 
@@ -273,7 +296,7 @@ def tune_kernels(
             known.add(key)
             if compile_only:
                 launch_tuning.tune(s.rows, {name: widths[name]}, dtype, time=run_once, save=False)
-                launch_tuning.measured_launches().clear()
+                launch_tuning.forget_measured_launches()
             else:
                 launch = launch_tuning.tune(s.rows, {name: widths[name]}, dtype)[name]
                 print(f"tuned {name} for {s.name}: {launch}", flush=True)

@@ -20,9 +20,11 @@ from secc.runtime.errors import UserError
 try:
     import triton
     import triton.language as tl
+    from triton.runtime.errors import OutOfResources
 except ImportError:
     triton = None
     tl: Any = None
+    OutOfResources = MemoryError
 
 KERNELS_INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret  # pyright: ignore[reportAttributeAccessIssue]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,9 +43,13 @@ def has_kernels(x: torch.Tensor) -> bool:
     return KERNELS_INTERPRETED if x.device.type == "cpu" else x.is_cuda
 
 
+_NO_CHANGE = nullcontext()
+
+
 def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
     """Makes the device of `x` (of any shape) current, because Triton launches there."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    is_elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if is_elsewhere else _NO_CHANGE
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -75,7 +81,7 @@ def as_unit_stride_rows(x: torch.Tensor) -> torch.Tensor:
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """Returns [..., H] as [rows, H]: a view if strides allow it, else a copy."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def check_argument(condition: bool, message: str, remedy: str = "") -> None:

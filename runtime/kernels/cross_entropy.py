@@ -30,6 +30,7 @@ from secc.runtime.kernels.chunked_head import (
     default_loss_launch,
     loss_launch_candidates,
 )
+from secc.runtime.kernels.fused_operator import fused_operator
 from secc.runtime.kernels.tile_cross_entropy import (
     CROSS_ENTROPY_NAME,
     LabelTarget,
@@ -122,7 +123,7 @@ def _join_partials(partials: torch.Tensor) -> torch.Tensor:
     return torch.stack([top, total, partials[:, :, 2].sum(0), partials[:, :, 3].sum(0)], 1).unsqueeze(0)
 
 
-@torch.library.custom_op("secc::linear_cross_entropy", mutates_args=())
+@fused_operator("secc::linear_cross_entropy")
 def _cross_entropy_op(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
     ignore_index: int, label_smoothing: float, softcap: float, first: int, vocabulary: int, group: str,
@@ -143,7 +144,7 @@ def _(hidden, weight, bias, target, ignore_index, label_smoothing, softcap, firs
     return new(hidden.shape[0]), new(2, hidden.shape[0])
 
 
-@torch.library.custom_op("secc::linear_cross_entropy_backward", mutates_args=())
+@fused_operator("secc::linear_cross_entropy_backward")
 def _cross_entropy_backward_op(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
     norms: torch.Tensor, upstream: torch.Tensor, ignore_index: int, label_smoothing: float, softcap: float,

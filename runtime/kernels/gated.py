@@ -27,6 +27,7 @@ from secc.runtime.kernels.backend import (
     on_device,
     tl,
 )
+from secc.runtime.kernels.fused_operator import fused_operator
 from secc.runtime.kernels.launch_tuning import LaunchParameters
 
 GATED_NAME = "gated"
@@ -110,7 +111,7 @@ def _launch_grid(rows: int, width: int, launch: LaunchParameters) -> tuple[int, 
     return rows, ceil_div(width, launch.block)
 
 
-@torch.library.custom_op("secc::gated", mutates_args=())
+@fused_operator("secc::gated")
 def _gated_op(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     rows, width = gate.shape
     out = gate.new_empty(rows, width, dtype=torch.promote_types(gate.dtype, up.dtype))
@@ -142,7 +143,7 @@ def _(gate, up, activation):
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
-@torch.library.custom_op("secc::gated_backward", mutates_args=())
+@fused_operator("secc::gated_backward")
 def _gated_backward_op(
     upstream: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,12 +183,11 @@ _gated_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
 def _apply_gate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    check_argument(
-        gate.shape == up.shape and gate.dim() > 0,
-        f"gate {list(gate.shape)} and up {list(up.shape)} differ in shape",
-    )
+    if not (gate.shape == up.shape and gate.dim() > 0):
+        check_argument(False, f"gate {list(gate.shape)} and up {list(up.shape)} differ in shape")
     check_argument(gate.is_floating_point() and up.is_floating_point(), "gate and up are floating numbers")
-    return _gated_op(as_rows(gate), as_rows(up), activation).view(gate.shape)
+    found = _gated_op(as_rows(gate), as_rows(up), activation)
+    return found if gate.dim() == 2 else found.view(gate.shape)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -23,9 +23,11 @@ from secc.runtime.kernels.backend import (
     on_device,
     tl,
 )
+from secc.runtime.kernels.fused_operator import fused_operator
 from secc.runtime.kernels.launch_tuning import LaunchParameters
 
 ROWS_NAME = "rows"
+INDEX_BLOCK = 256  # entries of an index that a program reads
 
 
 @jit
@@ -47,6 +49,36 @@ def _pick_kernel(
     unknown = tl.full((BLOCK,), float("nan"), tl.float32).to(value.dtype)
     value = tl.where(source < count, value, unknown)
     tl.store(out + row * width + columns, value.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _note_sources_kernel(index, source, entries, count, BLOCK: tl.constexpr):
+    """source[r] = the last j with index[j] = r. A maximum of integers is the same in any order."""
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(index + entry, mask=entry < entries, other=-1).to(tl.int64)
+    tl.atomic_max(source + row, entry, mask=(row >= 0) & (row < count))
+
+
+@jit
+def _return_rows_kernel(upstream, index, source, dbase, drows, count, width, stride, BLOCK: tl.constexpr):
+    """dbase[r] = upstream[r] where the row was kept, drows[j] = upstream[index[j]] where entry j was put
+    there; zeros elsewhere. Programs beyond the rows of base do rows."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    if row < count:
+        held = tl.where(tl.load(source + row) < 0, width, 0)
+        value = tl.load(upstream + row * stride + columns, mask=columns < held, other=0.0)
+        tl.store(dbase + row * width + columns, value.to(dbase.dtype.element_ty), mask=inside)
+    else:
+        entry = row - count
+        place = tl.load(index + entry).to(tl.int64)
+        is_row = (place >= 0) & (place < count)
+        is_last = tl.load(source + place, mask=is_row, other=-1) == entry
+        value = tl.load(
+            upstream + place * stride + columns, mask=columns < tl.where(is_last, width, 0), other=0.0
+        )
+        tl.store(drows + entry * width + columns, value.to(drows.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -86,7 +118,7 @@ def _pick_rows(x: torch.Tensor, index: torch.Tensor, base: torch.Tensor | None) 
     return out
 
 
-@torch.library.custom_op("secc::gather_rows", mutates_args=())
+@fused_operator("secc::gather_rows")
 def _gather_op(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     _check_index(index, x.shape[0])
     return _pick_rows(x, index, None)
@@ -97,7 +129,7 @@ def _(x, index):
     return x.new_empty(index.shape[0], x.shape[1])
 
 
-@torch.library.custom_op("secc::gather_rows_backward", mutates_args=())
+@fused_operator("secc::gather_rows_backward")
 def _gather_backward_op(upstream: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
     if not has_kernels(upstream):
         kept = upstream.to(accumulator_dtype(upstream.dtype)) * (index >= 0).unsqueeze(1)
@@ -144,14 +176,28 @@ def _backward_of_gather(ctx, upstream):
 _gather_op.register_autograd(_backward_of_gather, setup_context=_setup_gather_context)
 
 
-@torch.library.custom_op("secc::scatter_rows", mutates_args=())
+@fused_operator("secc::scatter_rows")
 def _scatter_op(
     base: torch.Tensor, index: torch.Tensor, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (base with rows put in, source): source[r] is the entry of `rows` in row r, -1 if it kept its
     own."""
     _check_index(index, base.shape[0])
-    count = base.shape[0]
+    source = _find_sources(base, index)
+    return _pick_rows(rows, source, base), source
+
+
+def _find_sources(base: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Returns for each row of `base` the last entry of `index` that names it, or -1."""
+    count, entries = base.shape[0], index.shape[0]
+    if has_kernels(base):
+        source = index.new_full((count,), -1)
+        if entries:
+            with on_device(base):
+                _note_sources_kernel[(ceil_div(entries, INDEX_BLOCK),)](
+                    index.contiguous(), source, entries, count, BLOCK=INDEX_BLOCK
+                )
+        return source
     put, order = index.sort(stable=True)
     last = torch.ones_like(put, dtype=torch.bool)
     last[:-1] = put[:-1] != put[1:]  # the last of several entries for one row counts
@@ -159,7 +205,7 @@ def _scatter_op(
     source.scatter_(
         0, torch.where(last & (put >= 0) & (put < count), put, count), order
     )  # what does not count goes to a row that is cut off
-    return _pick_rows(rows, source[:count], base), source[:count].clone()
+    return source[:count].clone()
 
 
 @_scatter_op.register_fake
@@ -167,10 +213,12 @@ def _(base, index, rows):
     return base.new_empty(base.shape), index.new_empty(base.shape[0])
 
 
-@torch.library.custom_op("secc::scatter_rows_backward", mutates_args=())
+@fused_operator("secc::scatter_rows_backward")
 def _scatter_backward_op(
     upstream: torch.Tensor, index: torch.Tensor, source: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if has_kernels(upstream):
+        return _return_rows(upstream, index.contiguous(), source)
     everywhere = torch.arange(source.shape[0], device=source.device)
     counts = torch.arange(index.shape[0], device=index.device)
     if source.shape[0]:
@@ -179,6 +227,24 @@ def _scatter_backward_op(
     return _pick_rows(upstream, torch.where(source < 0, everywhere, -1), None), _pick_rows(
         upstream, taken, None
     )
+
+
+def _return_rows(
+    upstream: torch.Tensor, index: torch.Tensor, source: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (count, width), entries = upstream.shape, index.shape[0]
+    dbase, drows = upstream.new_empty(count, width), upstream.new_empty(entries, width)
+    launch, upstream = (
+        launch_tuning.choose_launch(ROWS_NAME, width or 1, upstream),
+        as_unit_stride_rows(upstream),
+    )
+    if (count + entries) * width:
+        with on_device(upstream):
+            _return_rows_kernel[(count + entries, ceil_div(width, launch.block))](
+                upstream, index, source, dbase, drows, count, width, upstream.stride(0), BLOCK=launch.block,
+                num_warps=launch.warps,
+            )  # fmt: skip
+    return dbase, drows
 
 
 @_scatter_backward_op.register_fake
@@ -211,7 +277,7 @@ def _check_index(index: torch.Tensor, rows: int) -> None:
 
 
 def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(x.shape[0], x.shape[1:].numel())
+    return x if x.dim() == 2 else x.reshape(x.shape[0], x.shape[1:].numel())
 
 
 def _check_index_kind(index: torch.Tensor) -> torch.Tensor:
@@ -229,7 +295,8 @@ def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     the order of picking. Raises UserError on the CPU for an index past the end; on a GPU such a row is NaN.
     """
     check_argument(x.dim() > 0, "gather_rows: x has no rows")
-    return _gather_op(_flatten_rows(x), _check_index_kind(index)).view(index.shape[0], *x.shape[1:])
+    found = _gather_op(_flatten_rows(x), _check_index_kind(index))
+    return found if x.dim() == 2 else found.view(index.shape[0], *x.shape[1:])
 
 
 def scatter_rows(base: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -240,14 +307,12 @@ def scatter_rows(base: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) ->
     that it kept, and rows that were put in. Raises UserError for shapes and dtypes that do not fit, and on
     the CPU for an index past the end (skipped on a GPU).
     """
-    check_argument(
-        base.dim() > 0 and rows.shape == (index.shape[0], *base.shape[1:]),
-        f"rows {list(rows.shape)} do not fit {list(base.shape)}",
-    )
-    check_argument(
-        base.dtype == rows.dtype, f"scatter_rows: rows of {rows.dtype} into {base.dtype}", "cast them first"
-    )
-    return _scatter_op(_flatten_rows(base), _check_index_kind(index), _flatten_rows(rows))[0].view(base.shape)
+    if not (base.dim() > 0 and rows.shape == (index.shape[0], *base.shape[1:])):
+        check_argument(False, f"rows {list(rows.shape)} do not fit {list(base.shape)}")
+    if base.dtype != rows.dtype:
+        check_argument(False, f"scatter_rows: rows of {rows.dtype} into {base.dtype}", "cast them first")
+    found, _ = _scatter_op(_flatten_rows(base), _check_index_kind(index), _flatten_rows(rows))
+    return found if base.dim() == 2 else found.view(base.shape)
 
 
 def ragged_index(offsets: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:

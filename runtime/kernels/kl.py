@@ -24,6 +24,7 @@ from secc.runtime.kernels.chunked_head import (
     split_rows,
 )
 from secc.runtime.kernels.divergence import Divergence, DivergenceKind, compute_row_norms, compute_row_values
+from secc.runtime.kernels.fused_operator import fused_operator
 from secc.runtime.kernels.vocab_group import VocabGroup
 
 LINEAR_KL_NAME = "linear_kl"
@@ -41,7 +42,7 @@ def weigh_rows(mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
     return (mask if mask.is_floating_point() else mask != 0).to(dtype)
 
 
-@torch.library.custom_op("secc::linear_kl", mutates_args=())
+@fused_operator("secc::linear_kl")
 def _linear_kl_op(
     student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
     teacher_weight: torch.Tensor, student_bias: torch.Tensor | None, teacher_bias: torch.Tensor | None,

@@ -45,6 +45,7 @@ from secc.runtime.kernels.divergence import (
     gradient_at_token,
     gradient_at_token_reference,
 )
+from secc.runtime.kernels.fused_operator import fused_operator
 from secc.runtime.kernels.kl import Biases, check_head_pair, weigh_rows
 from secc.runtime.kernels.tile_cross_entropy import (
     LabelTarget,
@@ -146,7 +147,7 @@ def write_weighted_gradient_(
             )  # fmt: skip
 
 
-@torch.library.custom_op("secc::linear_kl_ce", mutates_args=())
+@fused_operator("secc::linear_kl_ce")
 def _linear_kl_ce_op(
     student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
     teacher_weight: torch.Tensor, student_bias: torch.Tensor | None, teacher_bias: torch.Tensor | None,
@@ -202,7 +203,7 @@ def _(
     return new(()), new((), dtype=torch.int64), new(()), new((), dtype=torch.int64), new(6, rows), new(rows)
 
 
-@torch.library.custom_op("secc::linear_kl_ce_backward", mutates_args=())
+@fused_operator("secc::linear_kl_ce_backward")
 def _linear_kl_ce_backward_op(
     student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
     teacher_weight: torch.Tensor, student_bias: torch.Tensor | None, teacher_bias: torch.Tensor | None,

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from secc.runtime.errors import UserError
-from secc.runtime.kernels.backend import next_power_of_2
+from secc.runtime.kernels.backend import OutOfResources, next_power_of_2
 
 TimeRun = Callable[[Callable[[], object]], float]  # one run -> milliseconds
 MakeTrial = Callable[
@@ -33,13 +33,14 @@ class LaunchParameters:
     """How a kernel is launched: `block` columns and `rows` rows per program, and warps.
 
     For the linear losses, `rows` and `columns` are the rows and tokens with logits at the same time; 0 leaves
-    them to the operator.
+    them to the operator. `stages`: in a loop over tiles, how many are in flight at a time.
     """
 
     block: int
     rows: int = 1
     warps: int = 4
     columns: int = 0
+    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class TunableKernel:
 
 TUNABLE_KERNELS: dict[str, TunableKernel] = {}
 _forced_launches: dict[str, LaunchParameters] = {}
+_chosen_launches: dict[tuple[str, int, torch.dtype, torch.device], LaunchParameters] = {}
 
 
 def default_row_launch(width: int, _: torch.device) -> LaunchParameters:
@@ -64,13 +66,16 @@ def default_row_launch(width: int, _: torch.device) -> LaunchParameters:
 
 
 def row_launch_candidates(width: int, _: torch.device) -> list[LaunchParameters]:
-    """Other numbers of rows and warps for kernels that hold whole rows."""
+    """Other numbers of rows, warps and stages for kernels that hold whole rows: 4 to 32 entries a thread, and
+    tiles in flight that fit into shared memory."""
     block = next_power_of_2(width)
     return [
-        LaunchParameters(block, rows, warps)
+        LaunchParameters(block, rows, warps, stages=stages)
         for rows in (1, 2, 4, 8, 16)
-        if rows * block <= 1 << 15
-        for warps in (2, 4, 8, 16, 32)
+        for warps in (1, 2, 4, 8, 16, 32)
+        if rows * block <= 1 << 15 and 4 <= rows * block / (32 * warps) <= 32
+        for stages in (1, 2, 3)
+        if rows * block * (stages - 1) <= 1 << 14
     ]
 
 
@@ -113,11 +118,24 @@ def choose_launch(name: str, size: int, like: torch.Tensor) -> LaunchParameters:
     does not matter. Never measures."""
     if name in _forced_launches:
         return _forced_launches[name]
-    if like.is_cuda:
-        measured = measured_launches().get(measurement_key(name, size, like.dtype, like.device))
-        if measured is not None:
-            return measured
-    return TUNABLE_KERNELS[name].default_launch(size, like.device)
+    key = name, size, like.dtype, like.device
+    chosen = _chosen_launches.get(key)
+    if chosen is None:
+        chosen = _chosen_launches[key] = _look_up_launch(name, size, like.dtype, like.device)
+    return chosen
+
+
+def _look_up_launch(name: str, size: int, dtype: torch.dtype, device: torch.device) -> LaunchParameters:
+    measured = None
+    if device.type == "cuda":
+        measured = measured_launches().get(measurement_key(name, size, dtype, device))
+    return TUNABLE_KERNELS[name].default_launch(size, device) if measured is None else measured
+
+
+def forget_measured_launches() -> None:
+    """Forgets parameters that were measured or read; the cache file stays and is read again when needed."""
+    measured_launches.cache_clear()
+    _chosen_launches.clear()
 
 
 @contextmanager
@@ -134,11 +152,16 @@ def use_launch(name: str, parameters: LaunchParameters) -> Iterator[None]:
 
 
 def _time_milliseconds(run: Callable[[], object]) -> float:
-    from triton.testing import (
-        do_bench,
-    )  # imported here, because Triton may be missing where nothing is measured
+    """Returns the time of a run on the device, replayed from a CUDA graph: launched one by one, short kernels
+    would wait for the host."""
+    # Imported here, because Triton may be missing where nothing is measured.
+    from triton.testing import do_bench, do_bench_cudagraph
 
-    return do_bench(run, return_mode="median")  # pyright: ignore[reportReturnType]  # a number, without quantiles
+    run()  # a candidate that does not fit raises here, not while recording
+    try:
+        return do_bench_cudagraph(run, return_mode="median")  # pyright: ignore[reportReturnType]  # a number
+    except RuntimeError:  # what a graph cannot record
+        return do_bench(run, return_mode="median")  # pyright: ignore[reportReturnType]
 
 
 def _find_fastest(
@@ -151,7 +174,7 @@ def _find_fastest(
         with use_launch(tunable.name, candidate):
             try:
                 times[candidate] = time(run)
-            except (RuntimeError, ValueError):  # out of memory, shared memory or registers
+            except (RuntimeError, ValueError, OutOfResources):  # of memory, shared memory or registers
                 continue
     return min(times, key=lambda c: times[c], default=default)
 
@@ -184,6 +207,7 @@ def tune(
         run = TUNABLE_KERNELS[name].make_trial(rows, size, dtype, device)
         best[name] = _find_fastest(TUNABLE_KERNELS[name], size, run, device, time)
         measured_launches()[measurement_key(name, size, dtype, device)] = best[name]
+        _chosen_launches.clear()
     if save:
         _save_measured()
     return best

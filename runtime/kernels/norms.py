@@ -26,6 +26,7 @@ from secc.runtime.kernels.backend import (
     reduction_program_count,
     tl,
 )
+from secc.runtime.kernels.fused_operator import fused_operator
 
 NORM_NAME = "norm"
 MAX_ROW_ENTRIES = 1 << 16  # that a program can hold
@@ -68,13 +69,16 @@ def _norm_forward_kernel(
 def _norm_backward_kernel(
     dy, dh, h, weight, moments, dx, sums, rows, width, dy_stride, dh_stride, h_stride, tiles,
     CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     slab = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    weight_sum = tl.zeros((BLOCK,), tl.float32)
-    bias_sum = tl.zeros((BLOCK,), tl.float32)
-    for tile in range(slab * tiles, (slab + 1) * tiles):
+    # By row of a tile until the end: summed over rows in the loop, they would change threads at each tile.
+    weight_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    bias_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    if WEIGHT:
+        factor = tl.load(weight + columns, mask=columns < width, other=0.0)[None, :]
+    for tile in tl.range(slab * tiles, (slab + 1) * tiles, num_stages=STAGES):  # pyright: ignore
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None] & (columns < width)[None, :]
         upstream = tl.load(dy + row[:, None] * dy_stride + columns[None, :], mask=inside, other=0.0).to(
@@ -85,11 +89,11 @@ def _norm_backward_kernel(
         if CENTER:
             value -= tl.load(moments + row, mask=row < rows, other=0.0)[:, None]
         value = tl.where(inside, value * scale[:, None], 0.0)
-        weight_sum += tl.sum(upstream * value, 0)
+        weight_sum += upstream * value
         if CENTER:
-            bias_sum += tl.sum(upstream, 0)
+            bias_sum += upstream
         if WEIGHT:
-            upstream *= tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+            upstream *= factor.to(tl.float32)
         change = upstream - value * (tl.sum(upstream * value, 1) / width)[:, None]
         if CENTER:
             change -= (tl.sum(upstream, 1) / width)[:, None]
@@ -99,8 +103,10 @@ def _norm_backward_kernel(
                 tl.float32
             )
         tl.store(dx + row[:, None] * width + columns[None, :], change.to(dx.dtype.element_ty), mask=inside)
-    tl.store(sums + slab * 2 * width + columns, weight_sum, mask=columns < width)
-    tl.store(sums + slab * 2 * width + width + columns, bias_sum, mask=columns < width)
+    sums += slab * (2 if CENTER else 1) * width
+    tl.store(sums + columns, tl.sum(weight_sum, 0), mask=columns < width)
+    if CENTER:
+        tl.store(sums + width + columns, tl.sum(bias_sum, 0), mask=columns < width)
 
 
 def _forward_reference(
@@ -128,15 +134,15 @@ def _backward_reference(
     weight: torch.Tensor | None,
     moments: torch.Tensor,
     center: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     upstream = dy.to(moments.dtype)
     value = (h.to(moments.dtype) - moments[0].unsqueeze(1)) * moments[1].unsqueeze(1)
-    weight_sum, bias_sum = (upstream * value).sum(0), upstream.sum(0)
+    sums = torch.stack([(upstream * value).sum(0), *([upstream.sum(0)] if center else [])])
     upstream = upstream if weight is None else upstream * weight
     change = upstream - value * (upstream * value).mean(1, keepdim=True)
     change = change - upstream.mean(1, keepdim=True) if center else change
     change = change * moments[1].unsqueeze(1)
-    return (change if dh is None else change + dh).to(h.dtype), weight_sum, bias_sum
+    return (change if dh is None else change + dh).to(h.dtype), sums
 
 
 def _result_dtypes(
@@ -148,7 +154,7 @@ def _result_dtypes(
     return h, y if bias is None else torch.promote_types(y, bias.dtype)
 
 
-@torch.library.custom_op("secc::norm", mutates_args=())
+@fused_operator("secc::norm")
 def _norm_op(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -191,7 +197,7 @@ def _(x, weight, bias, residual, eps, center):
     )
 
 
-@torch.library.custom_op("secc::norm_backward", mutates_args=())
+@fused_operator("secc::norm_backward")
 def _norm_backward_op(
     dy: torch.Tensor,
     dh: torch.Tensor | None,
@@ -199,14 +205,16 @@ def _norm_backward_op(
     weight: torch.Tensor | None,
     moments: torch.Tensor,
     center: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the gradient of h [rows, width], and in float32 that of the weight and, with `center`, of the
+    bias: [1 or 2, width]."""
     rows, width = h.shape
     if not has_kernels(h) or width > MAX_ROW_ENTRIES or not rows:
         return _backward_reference(dy, dh, h, weight, moments, center)
     launch = launch_tuning.choose_launch(NORM_NAME, width, h)
     tiles = ceil_div(rows, launch.rows)
     slabs = min(tiles, reduction_program_count(h.device))
-    dx, sums = h.new_empty(rows, width), h.new_empty(slabs, 2, width, dtype=torch.float32)
+    dx, sums = h.new_empty(rows, width), moments.new_empty(slabs, 1 + center, width)
     dy, h = as_unit_stride_rows(dy), as_unit_stride_rows(h)
     other = dy if dh is None else as_unit_stride_rows(dh)
     with on_device(h):
@@ -214,15 +222,14 @@ def _norm_backward_op(
             dy, other, h, h if weight is None else weight.contiguous(), moments, dx, sums, rows, width,
             dy.stride(0), other.stride(0), h.stride(0), ceil_div(tiles, slabs), CENTER=center,
             RESIDUAL=dh is not None, WEIGHT=weight is not None, ROWS=launch.rows, BLOCK=launch.block,
-            num_warps=launch.warps,
+            STAGES=launch.stages, num_warps=launch.warps,
         )  # fmt: skip
-    weight_sum, bias_sum = sums.sum(0).unbind()
-    return dx, weight_sum.clone(), bias_sum.clone()
+    return dx, sums.sum(0)
 
 
 @_norm_backward_op.register_fake
 def _(dy, dh, h, weight, moments, center):
-    return h.new_empty(h.shape), moments.new_empty(h.shape[1]), moments.new_empty(h.shape[1])
+    return h.new_empty(h.shape), moments.new_empty(1 + center, h.shape[1])
 
 
 def _setup_context(ctx, inputs, output):
@@ -237,17 +244,17 @@ def _setup_context(ctx, inputs, output):
 def _autograd_backward(ctx, dy, dh, _):
     h, weight, moments = ctx.saved_tensors
     if dy is None:  # only the residual stream was used
-        gradients = dh, None, None, dh
-    else:
-        dx, dweight, dbias = _norm_backward_op(
-            dy, dh if ctx.dtypes[3] else None, h, weight, moments, ctx.center
-        )
-        gradients = dx, dweight, dbias, dx
-    typed = (
-        None if g is None or dtype is None else g.to(dtype)
-        for g, dtype in zip(gradients, ctx.dtypes, strict=True)
-    )
-    return *typed, None, None
+        return _cast(dh, ctx.dtypes[0]), None, None, _cast(dh, ctx.dtypes[3]), None, None
+    dx, sums = _norm_backward_op(dy, dh if ctx.dtypes[3] else None, h, weight, moments, ctx.center)
+    of_weight, of_bias, other = ctx.dtypes[1:]
+    sums = sums if of_weight is None else sums.to(of_weight)
+    dweight = None if of_weight is None else sums[0]
+    dbias = None if of_bias is None else _cast(sums[1], of_bias)
+    return _cast(dx, ctx.dtypes[0]), dweight, dbias, _cast(dx, other), None, None
+
+
+def _cast(gradient: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+    return None if gradient is None or dtype is None else gradient.to(dtype)
 
 
 _norm_op.register_autograd(_autograd_backward, setup_context=_setup_context)
@@ -261,18 +268,23 @@ def _apply_norm(
     eps: float,
     center: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    check_argument(
-        x.is_floating_point() and x.dim() > 0 and x.shape[-1] > 0,
-        f"a norm is of rows of floating numbers, not {list(x.shape)}",
-    )
-    for name, t in (("weight", weight), ("bias", bias)):
-        check_argument(
-            t is None or t.shape == x.shape[-1:],
-            f"norm: rows of {x.shape[-1]} entries need a {name} of as many",
-        )
-    check_argument(residual is None or residual.shape == x.shape, "norm: the residual has the shape of x")
+    _check_norm(x, weight, bias, residual)
     y, h, _ = _norm_op(as_rows(x), weight, bias, None if residual is None else as_rows(residual), eps, center)
-    return y.view(x.shape) if residual is None else (y.view(x.shape), h.view(x.shape))
+    if x.dim() != 2:
+        y, h = y.view(x.shape), h if residual is None else h.view(x.shape)
+    return y if residual is None else (y, h)
+
+
+def _check_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> None:
+    """Raises UserError unless the arguments fit; writes no message before."""
+    if not (x.is_floating_point() and x.dim() > 0 and x.shape[-1] > 0):
+        check_argument(False, f"a norm is of rows of floating numbers, not {list(x.shape)}")
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.shape != x.shape[-1:]:
+            check_argument(False, f"norm: rows of {x.shape[-1]} entries need a {name} of as many")
+    check_argument(residual is None or residual.shape == x.shape, "norm: the residual has the shape of x")
 
 
 def rms_norm(

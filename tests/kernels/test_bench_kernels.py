@@ -17,9 +17,9 @@ def test_operators_are_as_precise_as_unfused_pytorch(case, dtype):
 
 def test_results_print_as_a_table_and_a_plot():
     results = [
-        KernelResult("rms_norm", "tiny", 48, "secc", 1.0, 2.0, 0.8),
+        KernelResult("rms_norm", "tiny", 48, "secc", 1.0, 0.5, 2.0, 0.8),
         KernelResult("rms_norm", "tiny", 48, "eager", failure="out of memory"),
     ]
-    assert "| rms_norm | tiny | 48 | secc | 1.000 | 2 | 80 % |  |" in results_table(results)
+    assert "| rms_norm | tiny | 48 | secc | 1.000 | 0.500 | 2 | 80 % |  |" in results_table(results)
     assert "out of memory" in results_table(results)
     assert "secc 1 ms" in draw_results(results)

@@ -28,7 +28,11 @@ MAIN = (
     "rope 128",
     "rows 8192",
 )
-WITHOUT_ROWS = ("_row_losses_kernel", "_mix_kernel")  # they read a few numbers a row, or compute them
+WITHOUT_ROWS = (
+    "_row_losses_kernel",
+    "_mix_kernel",
+    "_note_sources_kernel",
+)  # they read a few numbers a row, or compute them
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tools.gpu_day.checks import CHECKS
+from tools.gpu_day.kernel_checks import _judge_speed
+from tools.gpu_day.outcome import Outcome
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,3 +56,21 @@ def test_every_check_runs_dry(tmp_path: Path) -> None:
     result = run_dry(tmp_path, "--minutes", "29")
     assert result.returncode == 0, result.stdout + result.stderr
     assert all((tmp_path / f"{check.name}.json").exists() for check in CHECKS)
+
+
+def test_speed_is_judged_launched_and_on_the_device(tmp_path: Path) -> None:
+    def row(way: str, ms: float, graph_ms: float, share: float) -> dict[str, object]:
+        sizes = {"case": "rms_norm", "model": "m", "rows": 8, "way": way, "failure": "", "memory_mib": 1.0}
+        return sizes | {"ms": ms, "graph_ms": graph_ms, "of_bandwidth": share, "of_flops": 0.0}
+
+    rows = [row("secc", 0.5, 0.1, 0.9), row("liger", 0.4, 0.2, 0.5), row("compile", 0.6, 0.0, 0.2)]
+    (tmp_path / "results.json").write_text(json.dumps({"results": rows}))
+    assert _judge_speed(tmp_path / "results.json", Outcome()).failures == [
+        "rms_norm m: slower than liger (launched)"
+    ]
+    rows = [row("secc", 0.3, 0.3, 0.3), rows[1]]
+    (tmp_path / "results.json").write_text(json.dumps({"results": rows}))
+    assert _judge_speed(tmp_path / "results.json", Outcome()).failures == [
+        "rms_norm m: 0.30 of what the card reaches, aim 0.85",
+        "rms_norm m: slower than liger (replayed)",
+    ]

@@ -17,9 +17,9 @@ def cache(monkeypatch, tmp_path):
     """A cache file for this test."""
     path = tmp_path / "deep" / "kernels.json"
     monkeypatch.setenv("SECC_KERNEL_CACHE", str(path))
-    launch_tuning.measured_launches.cache_clear()
+    launch_tuning.forget_measured_launches()
     yield path
-    launch_tuning.measured_launches.cache_clear()
+    launch_tuning.forget_measured_launches()
 
 
 def test_fastest_parameters_are_cached(cache):
@@ -33,7 +33,7 @@ def test_fastest_parameters_are_cached(cache):
     assert found == launch_tuning.TUNABLE_KERNELS["gated"].launch_candidates(1024, torch.device("cpu"))[1]
     key = launch_tuning.measurement_key("gated", 1000, torch.float32, torch.device("cpu"))
     assert launch_tuning.LaunchParameters(**json.loads(cache.read_text())[key]) == found
-    launch_tuning.measured_launches.cache_clear()
+    launch_tuning.forget_measured_launches()
     assert launch_tuning.measured_launches()[key] == found
     assert (
         launch_tuning.measurement_key("gated", 1025, torch.float32, torch.device("cpu"))
@@ -68,7 +68,7 @@ def test_broken_cache_counts_as_empty(cache):
     cache.parent.mkdir()
     for text in ("not json", "[]", '{"x": {"blocks": 3}}'):
         cache.write_text(text)
-        launch_tuning.measured_launches.cache_clear()
+        launch_tuning.forget_measured_launches()
         assert launch_tuning.measured_launches() == {}
 
 

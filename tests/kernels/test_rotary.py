@@ -88,4 +88,7 @@ def test_invalid_arguments_are_rejected():
 
 def test_operator_registrations():
     q, tables = torch.randn(2, 3, 4, 6, requires_grad=True), torch.randn(1, 4, 4)
-    check_operator_registrations("rope", q, tables, tables + 1, False, torch.float32)
+    check_operator_registrations("rope", q, None, tables, tables + 1, False, torch.float32, torch.float32)
+    check_operator_registrations(
+        "rope", q, q.detach()[:, :1], tables, tables + 1, True, torch.float32, torch.float32
+    )
