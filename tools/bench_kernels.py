@@ -14,8 +14,8 @@ Each operator runs forward and backward, launched by PyTorch (`ms`) and, where t
 at most, replayed from a CUDA graph (`graph_ms`): the device's time alone, so that the difference is what the
 host adds. Peak memory is what exists in addition to inputs and gradients. Bandwidth and FLOP/s are the least
 that any implementation must move and compute, divided by the device's time, as shares of what a copy and a
-matrix product reach on this machine. Writes a table, results.json and plot.svg to --out. The exit code is 1 if
-an operator is wrong.
+matrix product reach on this machine. Writes a table, results.json and plot.svg to --out. The exit code is 1
+if an operator is wrong.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ from tools.kernel_cases import (
 IMPLEMENTATION_COLORS = {"secc": "#2a6fb0", "eager": "#999999", "compile": "#d9a441", "liger": "#5a9a5a"}
 # The tunable kernel behind an operator, where they have different names.
 TUNABLE_OF_CASE = {
+    "linear_cross_entropy_rows": "linear_cross_entropy",
+    "linear_kl_ce_sums": "linear_kl_ce",
     "rms_norm": "norm",
     "layer_norm": "norm",
     "swiglu": "gated",

@@ -141,6 +141,13 @@ def loss_cases() -> list[KernelCase]:
             liger_name="fused_linear_cross_entropy",
         ),
         KernelCase(
+            "linear_cross_entropy_rows",
+            _head_inputs,
+            2,
+            {"secc": lambda *x: kernels.linear_cross_entropy_rows(*x).mean(), "eager": _plain_ce},
+            flops=_student_flops,
+        ),
+        KernelCase(
             "linear_kl",
             _two_head_inputs,
             2,
@@ -150,6 +157,18 @@ def loss_cases() -> list[KernelCase]:
         ),
         KernelCase(
             "linear_kl_ce",
+            _two_head_inputs,
+            2,
+            {
+                "secc": lambda *x: kernels.weighted_linear_kl_ce(*x, weights=(1 / len(x[0]), 1 / len(x[0])))[
+                    0
+                ],
+                "eager": _plain_kl_ce,
+            },
+            flops=lambda s: _student_flops(s) + _teacher_flops(s),
+        ),
+        KernelCase(
+            "linear_kl_ce_sums",
             _two_head_inputs,
             2,
             {"secc": lambda *x: _mean_of_sums(kernels.linear_kl_ce(*x)), "eager": _plain_kl_ce},

@@ -1,17 +1,19 @@
-"""What the divergences on linear heads share: logits in chunks of rows, and the head's gradients from the
-logits' gradients.
+"""What the losses on linear heads share: logits in chunks of rows, and the head's gradients from the logits'
+gradients.
 
 Tiling. Rows are processed in chunks. A chunk's logits [rows of the chunk, vocabulary] are one matrix product
 into a buffer that all chunks reuse; small kernels read it (statistics, then loss and gradient), and the
 gradient replaces the logits in place. It yields the chunk's rows of the hidden gradient and a summand of the
-weight's gradient. So memory is O(chunk x vocabulary) for any number of rows, and no FLOP is spent twice:
+weight's gradient. A teacher's logits, of which no product is made, exist for fewer rows at a time
+(`split_for_teacher`). So memory is O(chunk x vocabulary) for any number of rows, and no FLOP is spent twice:
 gradients are computed together with the loss, for an upstream gradient of one, and backward scales them in
 place. If no gradient is required, only logits are computed.
 
 Rounding. Logits have the dtype of the hidden states, as from PyTorch's linear; everything else is float32.
 Products accumulate in float32. Their sum over chunks is float32 for a float32 weight, also under autocast.
-For a 16-bit weight it has the weight's dtype if there are at most `MAX_OWN_DTYPE_CHUNKS` chunks, else
-float32, which takes 4 bytes per entry until backward.
+For a 16-bit weight it has the weight's dtype over at most `MAX_OWN_DTYPE_CHUNKS` chunks. So on a GPU a chunk
+is that part of the rows; only where its logits would take more memory than a sum in float32, which takes 4
+bytes per entry until backward, chunks are small and the sum is float32.
 """
 
 from __future__ import annotations
@@ -32,24 +34,46 @@ from secc.runtime.kernels.backend import (
 from secc.runtime.kernels.launch_tuning import LaunchParameters
 from secc.runtime.kernels.vocab_group import VocabGroup
 
-MAX_OWN_DTYPE_CHUNKS = 4
-MIN_CHUNK_ROWS = 256  # on a GPU: with fewer rows, a product is bound by reading the weight
+MAX_OWN_DTYPE_CHUNKS = 6
+MIN_CHUNK_ROWS = 1024  # on a GPU: with fewer rows, products are bound by reading and writing weights
+TEACHER_LOGITS_BYTES = 112 << 20  # on a GPU: 384 rows of 152k tokens in 16 bits
+MIN_TEACHER_ROWS = 256
 CHUNK_LOGITS_BYTES = {
     "cuda": 640 << 20,
     "cpu": 16 << 20,
-}  # for one model: on a GPU 2,176 rows of 152k tokens in 16 bits
+}  # for one model, where chunks do not follow from the sum's dtype
 
 
-def choose_chunk_rows(name: str, hidden: torch.Tensor, vocabulary: int) -> int:
-    """Returns the number of rows of `hidden` [N, H] in a chunk, for `vocabulary` tokens on each rank. It is
-    the same on all ranks that share a vocabulary."""
+def choose_chunk_rows(name: str, hidden: torch.Tensor, weight: torch.Tensor, vocabulary: int) -> int:
+    """Returns the number of rows of `hidden` [N, H] in a chunk, for `vocabulary` tokens of `weight` [v, H] on
+    each rank. It is the same on all ranks that share a vocabulary."""
     forced = launch_tuning.choose_launch(name, vocabulary, hidden).rows
     if forced:
         return forced
-    rows = CHUNK_LOGITS_BYTES.get(hidden.device.type, CHUNK_LOGITS_BYTES["cuda"]) // (
-        hidden.element_size() * vocabulary
-    )
-    return max(rows // 128 * 128, MIN_CHUNK_ROWS) if hidden.is_cuda else max(rows, 1)
+    row_bytes = hidden.element_size() * vocabulary
+    budget = CHUNK_LOGITS_BYTES.get(hidden.device.type, CHUNK_LOGITS_BYTES["cuda"])
+    if not hidden.is_cuda:
+        return max(budget // row_bytes, 1)
+    part = ceil_div(ceil_div(hidden.shape[0], MAX_OWN_DTYPE_CHUNKS), 32) * 32
+    part = max(part, MIN_CHUNK_ROWS)
+    if weight.element_size() < 4:
+        budget += 4 * vocabulary * hidden.shape[1]
+        if part * row_bytes <= budget:
+            return part
+        budget = CHUNK_LOGITS_BYTES["cuda"]
+    return min(part, max(budget // row_bytes // 128 * 128, MIN_CHUNK_ROWS))
+
+
+def split_for_teacher(rows: slice, hidden: torch.Tensor, vocabulary: int) -> Iterator[tuple[slice, slice]]:
+    """Splits a chunk's `rows` of `hidden` [N, H] into those with a teacher's logits at the same time: yields
+    (which rows, the same within the chunk). The same on all ranks that share a vocabulary, each with
+    `vocabulary` tokens."""
+    step = rows.stop - rows.start
+    if hidden.is_cuda:
+        row_bytes = hidden.element_size() * max(vocabulary, 1)
+        step = max(TEACHER_LOGITS_BYTES // row_bytes // 128 * 128, MIN_TEACHER_ROWS)
+    for part in split_rows(rows.stop - rows.start, max(step, 1)):
+        yield slice(rows.start + part.start, rows.start + part.stop), part
 
 
 def weight_sum_dtype(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.dtype:
@@ -86,11 +110,14 @@ class ChunkedHead:
     ) -> None:
         self.hidden, self.weight, self.chunk = hidden, weight.to(hidden.dtype), chunk
         self.bias = None if bias is None else bias.to(hidden.dtype)
-        self._buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
+        self._buffer = hidden.new_empty(0, weight.shape[0])
 
     def compute_logits(self, rows: slice) -> torch.Tensor:
         """Returns the logits [rows, V], valid until the next call; the caller may overwrite them."""
-        hidden, out = self.hidden[rows], self._buffer[: rows.stop - rows.start]
+        count = rows.stop - rows.start
+        if count > self._buffer.shape[0]:
+            self._buffer = self.hidden.new_empty(count, self.weight.shape[0])
+        hidden, out = self.hidden[rows], self._buffer[:count]
         if self.bias is None:
             return torch.mm(hidden, self.weight.t(), out=out)
         return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
@@ -106,11 +133,7 @@ class ChunkedHeadGradient:
         self._head = head
         self.is_wanted = want_hidden or want_weight or want_bias
         self.hidden = torch.empty_like(head.hidden) if want_hidden else None
-        self.weight = (
-            torch.zeros_like(weight, dtype=weight_sum_dtype(head.hidden, weight, head.chunk))
-            if want_weight
-            else None
-        )
+        self.weight = _make_weight_sum(head, weight) if want_weight else None
         self.bias = (
             head.hidden.new_zeros(weight.shape[0], dtype=accumulator_dtype(head.hidden.dtype))
             if want_bias
@@ -122,7 +145,11 @@ class ChunkedHeadGradient:
         if self.hidden is not None:
             torch.mm(logits_gradient, self._head.weight, out=self.hidden[rows])
         if self.weight is not None:
-            add_product_(self.weight, logits_gradient.t(), self._head.hidden[rows])
+            hidden = self._head.hidden[rows]
+            if rows.start == 0 and self.weight.dtype == hidden.dtype:
+                torch.mm(logits_gradient.t(), hidden, out=self.weight)
+            else:
+                add_product_(self.weight, logits_gradient.t(), hidden)
         if self.bias is not None:
             self.bias += logits_gradient.sum(0, dtype=self.bias.dtype)
 
@@ -134,6 +161,13 @@ class ChunkedHeadGradient:
         nothing = self._head.hidden.new_empty
         hidden, weight, bias = (nothing(0) if g is None else g for g in (self.hidden, self.weight, self.bias))
         return hidden, weight, bias
+
+
+def _make_weight_sum(head: ChunkedHead, weight: torch.Tensor) -> torch.Tensor:
+    """Allocates the weight's gradient; where the first chunk's product will overwrite it, without zeros."""
+    dtype = weight_sum_dtype(head.hidden, weight, head.chunk)
+    is_overwritten = dtype == head.hidden.dtype and len(head.hidden) > 0
+    return (torch.empty_like if is_overwritten else torch.zeros_like)(weight, dtype=dtype)
 
 
 def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -172,29 +206,37 @@ def scale_saved_gradients(
     its dtype; None for gradients that are not required, those without a dtype.
 
     They are scaled in place if the dtype allows, because a second copy of the weight's gradient could be the
-    peak of memory. So backward can run only once; a second one raises UserError.
+    peak of memory. So backward can run once only, or again with the very same upstream gradient (the parts of
+    a split backward do so); with another one it raises UserError.
     """
-    if getattr(ctx, "spent", False):
+    before = getattr(ctx, "upstream", None)
+    if before is not None and before.data_ptr() != upstream.data_ptr():  # kept, so nothing else is there
         raise UserError(
             "backward ran a second time through one fused loss",
             remedy="compute the loss again for each backward",
         )
-    ctx.spent = True
+    ctx.upstream = upstream
     # One entry in one dim: a 0-dim factor would be rounded to the gradient's dtype before the product.
     factor = upstream.reshape(1)
     return [
-        None if dtype is None else _scale_gradient(g.detach(), factor, dtype)
+        None if dtype is None else _scale_gradient(g.detach(), factor, dtype, before is not None)
         for g, dtype in zip(ctx.saved_tensors, dtypes, strict=True)
     ]
 
 
-def _scale_gradient(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _scale_gradient(
+    gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, is_scaled: bool
+) -> torch.Tensor:
     if (
         type(gradient) is not torch.Tensor
     ):  # traced: only values matter, tracing decides itself what may be overwritten
         return (gradient * factor).to(dtype)
-    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
-    return torch.mul(gradient, factor, out=out)
+    if gradient.dtype != dtype:
+        return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+    if not is_scaled:
+        # By `data`, which has a version of its own: the saved tensor may be read by a second part.
+        torch.mul(gradient.data, factor, out=gradient.data)
+    return gradient
 
 
 def _is_autocast_on(hidden: torch.Tensor) -> bool:

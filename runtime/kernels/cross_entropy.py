@@ -1,17 +1,17 @@
-"""Cross entropy of a linear head with logits that exist only one tile of rows and tokens at a time
-(`tile_cross_entropy` has the mathematics).
+"""Cross entropy of a linear head with logits that exist only for some rows, or for some rows and tokens, at a
+time (`tile_cross_entropy` has the mathematics).
 
-Tiling. Forward computes a tile [rows, tokens] and keeps four numbers per row of it; two numbers per row
-remain for backward, and no gradient. Backward computes each tile again, turns it into the gradient in place,
-and adds two products of it to the gradients. Rows are processed in four parts, so that the gradient of a
-16-bit weight, which is summed over these parts in its own dtype (inside a product in float32), rounds four
-times; the hidden gradient is summed in float32. A tile and that sum together take as much memory as the
-hidden states, like Liger-Kernel's chunks of logits.
+The sum over rows is tiled as in `chunked_head`: gradients are made with the loss and scaled in backward, 6NHV
+FLOPs for N rows, as unfused.
 
-FLOPs for N rows: 2NHV forward, 6NHV backward. That is a third more than unfused PyTorch, which keeps the
-logits, and Liger-Kernel, which computes gradients with the loss. In return, the weight's gradient is read and
-written 4 times instead of V / H times, and does not exist between forward and backward. Without a required
-gradient the FLOPs are the same.
+Losses of single rows have upstream gradients of their own, so their gradients wait for backward, which
+computes logits again: 2NHV FLOPs forward, 6NHV backward. Forward computes a tile [rows, tokens] and keeps
+four numbers per row of it; two numbers per row remain for backward. Backward computes each tile again, turns
+it into the gradient in place, and adds two products of it to the gradients. Rows are processed in four parts,
+so that the gradient of a 16-bit weight, which is summed over these parts in its own dtype (inside a product
+in float32), rounds four times; the hidden gradient is summed in float32. A tile and that sum together take as
+much memory as the hidden states, like Liger-Kernel's chunks of logits. The sum without a required gradient
+runs in these tiles, too.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ import torch
 from secc.runtime.kernels import launch_tuning
 from secc.runtime.kernels.backend import accumulator_dtype, as_rows, ceil_div, check_argument
 from secc.runtime.kernels.chunked_head import (
+    ChunkedHead,
+    ChunkedHeadGradient,
     add_product_,
     cast_as_autocast,
     check_head_fits,
+    choose_chunk_rows,
     default_loss_launch,
     loss_launch_candidates,
+    make_fake_gradients,
+    scale_saved_gradients,
+    split_rows,
 )
 from secc.runtime.kernels.fused_operator import fused_operator
 from secc.runtime.kernels.tile_cross_entropy import (
@@ -222,6 +228,60 @@ def _backward(ctx, upstream, *_):
 _cross_entropy_op.register_autograd(_backward, setup_context=_setup_context)
 
 
+@fused_operator("secc::linear_cross_entropy_sum")
+def _cross_entropy_sum_op(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
+    ignore_index: int, label_smoothing: float, softcap: float, first: int, vocabulary: int, group: str,
+    want_hidden: bool, want_weight: bool, want_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Returns (sum of the losses, gradients of hidden states, weight and bias for an upstream gradient of
+    one, empty if not wanted)."""
+    rule, shards = LabelTarget(ignore_index, label_smoothing, softcap, first, vocabulary), VocabGroup(group)
+    rule.check_labels(target)
+    chunk = choose_chunk_rows(CROSS_ENTROPY_NAME, hidden, weight, ceil_div(vocabulary, shards.size))
+    losses = hidden.new_empty(hidden.shape[0], dtype=accumulator_dtype(hidden.dtype))
+    ones = torch.ones_like(losses[:chunk])
+    with torch.autocast(hidden.device.type, enabled=False):
+        head = ChunkedHead(hidden, weight, bias, chunk)
+        gradient = ChunkedHeadGradient(head, weight, want_hidden, want_weight, want_bias)
+        for rows in split_rows(hidden.shape[0], chunk):
+            z, labels = head.compute_logits(rows), target[rows]
+            partials = shards.all_gather(compute_tile_statistics(z, None, labels, rule))
+            losses[rows], norms = compute_row_losses(partials, labels, rule)
+            write_logits_gradient_(z, None, labels, norms, ones[: len(labels)], rule)
+            gradient.add_chunk(rows, z)
+        return losses.sum(dtype=torch.float64).to(losses.dtype), *gradient.results(shards)
+
+
+@_cross_entropy_sum_op.register_fake
+def _(
+    hidden, weight, bias, target, ignore_index, label_smoothing, softcap, first, vocabulary, group,
+    want_hidden, want_weight, want_bias,
+):  # fmt: skip
+    chunk = choose_chunk_rows(
+        CROSS_ENTROPY_NAME, hidden, weight, ceil_div(vocabulary, VocabGroup(group).size)
+    )
+    gradients = make_fake_gradients(hidden, weight, chunk, want_hidden, want_weight, want_bias)
+    return hidden.new_empty((), dtype=accumulator_dtype(hidden.dtype)), *gradients
+
+
+def _setup_sum_context(ctx, inputs, output):
+    wants = inputs[-3:]
+    ctx.dtypes = tuple(t.dtype if want else None for t, want in zip(inputs[:3], wants, strict=True))
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
+
+
+def _backward_of_sum(ctx, upstream, *_):
+    if upstream is None:
+        return (None,) * 13
+    return *scale_saved_gradients(ctx, upstream, ctx.dtypes), *(None,) * 10
+
+
+_cross_entropy_sum_op.register_autograd(_backward_of_sum, setup_context=_setup_sum_context)
+
+
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -242,7 +302,7 @@ def linear_cross_entropy(
     vocabulary (on a GPU the sum is NaN).
     """
     rule = LabelTarget(ignore_index, label_smoothing, softcap or 0.0, 0, weight.shape[0])
-    return sum_rows(sharded_linear_cross_entropy_rows(hidden, weight, target, bias, rule, ""), target, rule)
+    return sharded_linear_cross_entropy(hidden, weight, target, bias, rule, "")
 
 
 def linear_cross_entropy_rows(
@@ -262,12 +322,27 @@ def linear_cross_entropy_rows(
     return sharded_linear_cross_entropy_rows(hidden, weight, target, bias, rule, "")
 
 
-def sum_rows(
-    losses: torch.Tensor, target: torch.Tensor, rule: LabelTarget
+def sharded_linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    rule: LabelTarget,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (sum of `losses` [...], number of rows that count), both 0-dim."""
-    total = losses.sum(dtype=torch.float64).to(losses.dtype)
-    return total, (target != rule.ignore_index).sum()
+    """`linear_cross_entropy` on this rank's tokens; arguments as of `sharded_linear_cross_entropy_rows`."""
+    count = (target != rule.ignore_index).sum()
+    given = hidden, weight, bias
+    wants = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in given]
+    if not any(wants):
+        losses = sharded_linear_cross_entropy_rows(hidden, weight, target, bias, rule, group)
+        return losses.sum(dtype=torch.float64).to(losses.dtype), count
+    hidden = _check_arguments(hidden, weight, target, bias, rule)
+    total, *_ = _cross_entropy_sum_op(
+        as_rows(hidden), weight, bias, target.reshape(-1), rule.ignore_index, rule.label_smoothing,
+        rule.softcap, rule.first_token, rule.vocabulary, group, *wants,
+    )  # fmt: skip
+    return total, count
 
 
 def sharded_linear_cross_entropy_rows(
@@ -281,6 +356,22 @@ def sharded_linear_cross_entropy_rows(
     """`linear_cross_entropy_rows` on this rank's tokens (from `rule.first_token` on) of a vocabulary that the
     ranks of `group` share: `hidden` [..., H], `weight` [v, H], `target` [...], `bias` [v] with v tokens on
     this rank."""
+    hidden = _check_arguments(hidden, weight, target, bias, rule)
+    losses, _ = _cross_entropy_op(
+        as_rows(hidden), weight, bias, target.reshape(-1), rule.ignore_index, rule.label_smoothing,
+        rule.softcap, rule.first_token, rule.vocabulary, group,
+    )  # fmt: skip
+    return losses.reshape(target.shape)
+
+
+def _check_arguments(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    rule: LabelTarget,
+) -> torch.Tensor:
+    """Raises UserError unless the arguments fit; returns the hidden states in the dtype of products."""
     check_head_fits(CROSS_ENTROPY_NAME, hidden, weight, bias)
     hidden = cast_as_autocast(hidden)
     check_argument(
@@ -295,11 +386,7 @@ def sharded_linear_cross_entropy_rows(
         f"{CROSS_ENTROPY_NAME}: one bias for each of {weight.shape[0]} tokens",
     )
     rule.check_options(CROSS_ENTROPY_NAME)
-    losses, _ = _cross_entropy_op(
-        as_rows(hidden), weight, bias, target.reshape(-1), rule.ignore_index, rule.label_smoothing,
-        rule.softcap, rule.first_token, rule.vocabulary, group,
-    )  # fmt: skip
-    return losses.reshape(target.shape)
+    return hidden
 
 
 def _make_trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):

@@ -21,6 +21,7 @@ from secc.runtime.kernels.chunked_head import (
     loss_launch_candidates,
     make_fake_gradients,
     scale_saved_gradients,
+    split_for_teacher,
     split_rows,
 )
 from secc.runtime.kernels.divergence import Divergence, DivergenceKind, compute_row_norms, compute_row_values
@@ -55,7 +56,8 @@ def _linear_kl_op(
         VocabGroup(group),
         weigh_rows(mask, student_hidden),
     )
-    chunk = choose_chunk_rows(LINEAR_KL_NAME, student_hidden, ceil_div(vocabulary, shards.size))
+    tokens = ceil_div(vocabulary, shards.size)
+    chunk = choose_chunk_rows(LINEAR_KL_NAME, student_hidden, student_weight, tokens)
     losses = student_hidden.new_empty(student_hidden.shape[0], dtype=accumulator_dtype(student_hidden.dtype))
     with torch.autocast(student_hidden.device.type, enabled=False):
         student, teacher = (
@@ -64,18 +66,14 @@ def _linear_kl_op(
         )
         gradient = ChunkedHeadGradient(student, student_weight, want_hidden, want_weight, want_bias)
         for rows in split_rows(student_hidden.shape[0], chunk):
-            logits, teacher_logits = student.compute_logits(rows), teacher.compute_logits(rows)
-            norms = compute_row_norms(LINEAR_KL_NAME, logits, teacher_logits, rule, shards)
-            losses[rows], _ = compute_row_values(
-                LINEAR_KL_NAME,
-                logits,
-                teacher_logits,
-                norms,
-                weights[rows],
-                rule,
-                shards,
-                gradient=gradient.is_wanted,
-            )
+            logits = student.compute_logits(rows)
+            for part, within in split_for_teacher(rows, teacher_hidden, tokens):
+                z, teacher_z = logits[within], teacher.compute_logits(part)
+                norms = compute_row_norms(LINEAR_KL_NAME, z, teacher_z, rule, shards)
+                losses[part], _ = compute_row_values(
+                    LINEAR_KL_NAME, z, teacher_z, norms, weights[part], rule, shards,
+                    gradient=gradient.is_wanted,
+                )  # fmt: skip
             if gradient.is_wanted:
                 gradient.add_chunk(rows, logits)
         total = shards.sum_in_rank_order(losses.sum(dtype=torch.float64)).to(losses.dtype)
@@ -88,7 +86,8 @@ def _(
     temperature, kind, beta, student_softcap, teacher_softcap, vocabulary, group, want_hidden, want_weight,
     want_bias,
 ):  # fmt: skip
-    chunk = choose_chunk_rows(LINEAR_KL_NAME, student_hidden, ceil_div(vocabulary, VocabGroup(group).size))
+    tokens = ceil_div(vocabulary, VocabGroup(group).size)
+    chunk = choose_chunk_rows(LINEAR_KL_NAME, student_hidden, student_weight, tokens)
     gradients = make_fake_gradients(
         student_hidden, student_weight, chunk, want_hidden, want_weight, want_bias
     )

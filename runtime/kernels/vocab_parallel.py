@@ -47,10 +47,7 @@ def vocab_parallel_linear_cross_entropy(
     over `group`.
     """
     rule = LabelTarget(ignore_index, label_smoothing, softcap or 0.0, first, vocabulary)
-    losses = cross_entropy.sharded_linear_cross_entropy_rows(
-        hidden, weight, target, bias, rule, group.group_name
-    )
-    return cross_entropy.sum_rows(losses, target, rule)
+    return cross_entropy.sharded_linear_cross_entropy(hidden, weight, target, bias, rule, group.group_name)
 
 
 def vocab_parallel_linear_cross_entropy_rows(

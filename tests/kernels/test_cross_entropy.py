@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from secc.runtime.errors import UserError
 from secc.runtime.kernels import launch_tuning, linear_cross_entropy, linear_cross_entropy_rows
 from secc.runtime.kernels.backend import KERNELS_INTERPRETED
+from secc.runtime.training.split_backward import split_backward
 from tests.kernels.float64_comparison import (
     TENSOR_LAYOUTS,
     assert_agree,
@@ -148,11 +149,30 @@ def test_no_gradient_is_computed_unless_required():
         assert not linear_cross_entropy(hidden, weight, target)[0].requires_grad
 
 
-def test_second_backward_gives_the_same_gradient():
+def test_second_backward_of_rows_gives_the_same_gradient():
+    weight = torch.randn(5, 4, requires_grad=True)
+    losses = linear_cross_entropy_rows(torch.randn(3, 4), weight, torch.tensor([0, 1, 2]))
+    first = torch.autograd.grad(losses.sum(), weight, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(losses.sum(), weight)[0])
+
+
+def test_second_backward_of_the_sum_is_rejected():
     weight = torch.randn(5, 4, requires_grad=True)
     loss, _ = linear_cross_entropy(torch.randn(3, 4), weight, torch.tensor([0, 1, 2]))
-    first = torch.autograd.grad(2 * loss, weight, retain_graph=True)[0]
-    assert torch.equal(first, torch.autograd.grad(2 * loss, weight)[0])
+    torch.autograd.grad(2 * loss, weight, retain_graph=True)
+    with pytest.raises(UserError, match="second time"):
+        torch.autograd.grad(2 * loss, weight)
+
+
+def test_a_split_backward_gives_the_same_gradients():
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    labels = torch.tensor([0, 1, 2])
+    whole = torch.autograd.grad(0.5 * linear_cross_entropy(hidden, weight, labels)[0], (hidden, weight))
+    loss, upstream = linear_cross_entropy(hidden, weight, labels)[0], torch.tensor(0.5)
+    finish = split_backward([(loss, upstream)], [hidden])
+    assert torch.equal(hidden.grad, whole[0]) and weight.grad is None
+    finish()
+    assert torch.equal(weight.grad, whole[1])
 
 
 def test_autocast_computes_products_in_its_dtype():
@@ -208,3 +228,4 @@ def test_operator_registrations():
     )
     options = -100, 0.1, 0.0, 0, 6, ""
     check_operator_registrations("linear_cross_entropy", *inputs, *options)
+    check_operator_registrations("linear_cross_entropy_sum", *inputs, *options, True, True, True)
