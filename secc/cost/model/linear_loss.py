@@ -83,7 +83,7 @@ def _tile_bytes(op: GlueOp) -> Expr:
         return sympy.Min(logits, LOGITS_TILE_BYTES)
     most = LOGITS_TILE_BYTES + (4 * count_entries(weight) if hidden.itemsize < 4 else 0)
     least = sympy.Min(logits, LEAST_ROWS * hidden.itemsize * weight.shape[0])
-    chunk = sympy.Max(least, sympy.Min(logits / ROW_PARTS, most))
+    chunk = sympy.Max(least, sympy.Min(sympy.floor(logits / ROW_PARTS), most))
     return chunk if op.target.data == LINEAR_CROSS_ENTROPY else chunk + sympy.Min(logits, TEACHER_TILE_BYTES)
 
 
