@@ -2,8 +2,9 @@
 into embeddings.
 
 `gather_rows` and `scatter_rows` read and write every row once. Their backward is exact and deterministic: the
-gradients of a row that was picked several times are summed in the order of picking, by sorting the index
-instead of adding atomically; a replaced row passes no gradient to what it replaced. `ragged_index` turns
+gradients of a row that was picked several times are summed in the order of picking, by searching the index
+between the first and the last time instead of adding atomically; a replaced row passes no gradient to what it
+replaced. `ragged_index` turns
 offsets and a choice of samples into the index of their rows.
 """
 
@@ -52,11 +53,15 @@ def _pick_kernel(
 
 
 @jit
-def _note_sources_kernel(index, source, entries, count, BLOCK: tl.constexpr):
-    """source[r] = the last j with index[j] = r. A maximum of integers is the same in any order."""
+def _note_entries_kernel(index, ends, entries, count, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """ends[r] = the last j with index[j] = r; with FIRST, ends[count + r] = entries - 1 - the first such j. A
+    maximum of integers is the same in any order."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(index + entry, mask=entry < entries, other=-1).to(tl.int64)
-    tl.atomic_max(source + row, entry, mask=(row >= 0) & (row < count))
+    is_row = (row >= 0) & (row < count)
+    tl.atomic_max(ends + row, entry, mask=is_row)
+    if FIRST:
+        tl.atomic_max(ends + count + row, entries - 1 - entry, mask=is_row)
 
 
 @jit
@@ -82,16 +87,25 @@ def _return_rows_kernel(upstream, index, source, dbase, drows, count, width, str
 
 
 @jit
-def _sum_picked_kernel(upstream, order, starts, out, width, stride, BLOCK: tl.constexpr):
-    """out[r] = sum of upstream[order[j]] over j in starts[r] … starts[r + 1]."""
+def _sum_picked_kernel(
+    upstream, index, ends, out, entries, count, width, stride, BLOCK: tl.constexpr, SCAN: tl.constexpr
+):
+    """out[r] = sum of upstream[j] over the j with index[j] = r, in their order. `ends` are the last and first
+    of them, between which the index is searched: most rows are picked once."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
     total = tl.zeros((BLOCK,), tl.float32)
-    for j in range(tl.load(starts + row), tl.load(starts + row + 1)):
-        source = tl.load(order + j).to(tl.int64)
-        total += tl.load(upstream + source * stride + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=inside)
+    last = tl.load(ends + row)
+    here = entries - 1 - tl.load(ends + count + row)
+    while here <= last:
+        places = here + tl.arange(0, SCAN)
+        named = tl.load(index + places, mask=places <= last, other=-1) == row
+        nearest = tl.min(tl.where(named, places, last + 1), 0)
+        is_found = nearest <= last
+        place = upstream + nearest * stride + columns
+        total += tl.load(place, mask=columns < tl.where(is_found, width, 0), other=0.0).to(tl.float32)
+        here = tl.where(is_found, nearest + 1, here + SCAN)  # pyright: ignore
+    tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=columns < width)
 
 
 def _pick_reference(x: torch.Tensor, index: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
@@ -137,25 +151,30 @@ def _gather_backward_op(upstream: torch.Tensor, index: torch.Tensor, rows: int) 
         return (total.index_add_(0, index.clamp(min=0), kept) if rows else total).to(upstream.dtype)
     width = upstream.shape[1]
     out = upstream.new_empty(rows, width)
-    picked, order = index.sort(stable=True)
-    starts = torch.searchsorted(picked, torch.arange(rows + 1, device=index.device, dtype=index.dtype))
-    launch, upstream = (
+    launch, upstream, index = (
         launch_tuning.choose_launch(ROWS_NAME, width or 1, upstream),
         as_unit_stride_rows(upstream),
+        index.contiguous(),
     )
     if out.numel():
+        ends = _note_entries(index, rows, first=True)
         with on_device(upstream):
             _sum_picked_kernel[(rows, ceil_div(width, launch.block))](
-                upstream,
-                order,
-                starts,
-                out,
-                width,
-                upstream.stride(0),
-                BLOCK=launch.block,
-                num_warps=launch.warps,
-            )
+                upstream, index, ends, out, index.shape[0], rows, width, upstream.stride(0),
+                BLOCK=launch.block, SCAN=INDEX_BLOCK, num_warps=launch.warps,
+            )  # fmt: skip
     return out
+
+
+def _note_entries(index: torch.Tensor, count: int, *, first: bool) -> torch.Tensor:
+    """Returns for each of `count` rows the last entry of `index` that names it or -1 (see the kernel)."""
+    ends, entries = index.new_full(((1 + first) * count,), -1), index.shape[0]
+    if entries:
+        with on_device(index):
+            _note_entries_kernel[(ceil_div(entries, INDEX_BLOCK),)](
+                index, ends, entries, count, FIRST=first, BLOCK=INDEX_BLOCK
+            )
+    return ends
 
 
 @_gather_backward_op.register_fake
@@ -189,15 +208,9 @@ def _scatter_op(
 
 def _find_sources(base: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Returns for each row of `base` the last entry of `index` that names it, or -1."""
-    count, entries = base.shape[0], index.shape[0]
+    count = base.shape[0]
     if has_kernels(base):
-        source = index.new_full((count,), -1)
-        if entries:
-            with on_device(base):
-                _note_sources_kernel[(ceil_div(entries, INDEX_BLOCK),)](
-                    index.contiguous(), source, entries, count, BLOCK=INDEX_BLOCK
-                )
-        return source
+        return _note_entries(index.contiguous(), count, first=False)
     put, order = index.sort(stable=True)
     last = torch.ones_like(put, dtype=torch.bool)
     last[:-1] = put[:-1] != put[1:]  # the last of several entries for one row counts

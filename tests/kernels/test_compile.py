@@ -31,7 +31,7 @@ MAIN = (
 WITHOUT_ROWS = (
     "_row_losses_kernel",
     "_mix_kernel",
-    "_note_sources_kernel",
+    "_note_entries_kernel",
 )  # they read a few numbers a row, or compute them
 
 

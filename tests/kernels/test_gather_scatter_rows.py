@@ -83,6 +83,16 @@ def test_gradients_of_a_row_picked_often_sum_in_float32():
     assert x.grad[0, 0] == 300  # one by one in bfloat16 it would stay at 256
 
 
+def test_gradients_of_rows_picked_far_apart():
+    index = torch.arange(700) % 350  # a search goes over several blocks
+    index[3::7], index[5::11] = -1, 4
+    upstream, x = torch.randn(700, 3), torch.zeros(350, 3, requires_grad=True)
+    (found,) = torch.autograd.grad(gather_rows(x, index), x, upstream)
+    kept = index >= 0
+    expected = torch.zeros(350, 3, dtype=torch.float64).index_add_(0, index[kept], upstream[kept].double())
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_integer_tensors():
     assert gather_rows(torch.arange(4), torch.tensor([3, -1])).tolist() == [3, 0]
 
