@@ -18,9 +18,10 @@ bytes per entry until backward, chunks are small and the sum is float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from secc.runtime.errors import UserError
 from secc.runtime.kernels import launch_tuning
@@ -199,9 +200,17 @@ def make_fake_gradients(
     )
 
 
-def scale_saved_gradients(
-    ctx, upstream: torch.Tensor, dtypes: tuple[torch.dtype | None, ...]
-) -> list[torch.Tensor | None]:
+def save_gradients(ctx, gradients: Sequence[torch.Tensor], dtypes: tuple[torch.dtype | None, ...]) -> None:
+    """Keeps gradients for `scale_saved_gradients`, with the dtypes to round them to, None where they are not
+    required."""
+    ctx.dtypes = dtypes
+    ctx.save_for_backward(*gradients)
+    # Hooks of saved tensors may give copies back; the references tell whether memory is the one saved here.
+    is_plain = all(type(g) is torch.Tensor for g in gradients)
+    ctx.memory = [StorageWeakRef(g.untyped_storage()) for g in gradients] if is_plain else None
+
+
+def scale_saved_gradients(ctx, upstream: torch.Tensor) -> list[torch.Tensor | None]:
     """Returns the saved gradients times the upstream one (0-dim), each in its own shape and rounded once to
     its dtype; None for gradients that are not required, those without a dtype.
 
@@ -218,25 +227,22 @@ def scale_saved_gradients(
     ctx.upstream = upstream
     # One entry in one dim: a 0-dim factor would be rounded to the gradient's dtype before the product.
     factor = upstream.reshape(1)
-    return [
-        None if dtype is None else _scale_gradient(g.detach(), factor, dtype, before is not None)
-        for g, dtype in zip(ctx.saved_tensors, dtypes, strict=True)
-    ]
-
-
-def _scale_gradient(
-    gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, is_scaled: bool
-) -> torch.Tensor:
-    if (
-        type(gradient) is not torch.Tensor
-    ):  # traced: only values matter, tracing decides itself what may be overwritten
-        return (gradient * factor).to(dtype)
-    if gradient.dtype != dtype:
-        return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-    if not is_scaled:
-        # By `data`, which has a version of its own: the saved tensor may be read by a second part.
-        torch.mul(gradient.data, factor, out=gradient.data)
-    return gradient
+    results: list[torch.Tensor | None] = []
+    for i, (saved, dtype) in enumerate(zip(ctx.saved_tensors, ctx.dtypes, strict=True)):
+        gradient = saved.detach()
+        if dtype is None:
+            results.append(None)
+        elif type(gradient) is not torch.Tensor or ctx.memory is None:
+            # Traced: only values matter, tracing decides itself what may be overwritten.
+            results.append((gradient * factor).to(dtype))
+        elif gradient.dtype != dtype or ctx.memory[i] != StorageWeakRef(gradient.untyped_storage()):
+            results.append(torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype)))
+        else:
+            if before is None:
+                # By `data`, which has a version of its own: a second part reads the saved tensor again.
+                torch.mul(gradient.data, factor, out=gradient.data)
+            results.append(gradient)
+    return results
 
 
 def _is_autocast_on(hidden: torch.Tensor) -> bool:

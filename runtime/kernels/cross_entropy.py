@@ -33,6 +33,7 @@ from secc.runtime.kernels.chunked_head import (
     default_loss_launch,
     loss_launch_candidates,
     make_fake_gradients,
+    save_gradients,
     scale_saved_gradients,
     split_rows,
 )
@@ -267,16 +268,16 @@ def _(
 
 def _setup_sum_context(ctx, inputs, output):
     wants = inputs[-3:]
-    ctx.dtypes = tuple(t.dtype if want else None for t, want in zip(inputs[:3], wants, strict=True))
+    dtypes = tuple(t.dtype if want else None for t, want in zip(inputs[:3], wants, strict=True))
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[1:])
+    save_gradients(ctx, output[1:], dtypes)
 
 
 def _backward_of_sum(ctx, upstream, *_):
     if upstream is None:
         return (None,) * 13
-    return *scale_saved_gradients(ctx, upstream, ctx.dtypes), *(None,) * 10
+    return *scale_saved_gradients(ctx, upstream), *(None,) * 10
 
 
 _cross_entropy_sum_op.register_autograd(_backward_of_sum, setup_context=_setup_sum_context)

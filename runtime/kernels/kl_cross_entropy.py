@@ -36,6 +36,7 @@ from secc.runtime.kernels.chunked_head import (
     default_loss_launch,
     loss_launch_candidates,
     make_fake_gradients,
+    save_gradients,
     scale_saved_gradients,
     split_for_teacher,
     split_rows,
@@ -346,18 +347,16 @@ def _(
 
 def _setup_weighted_context(ctx, inputs, output):
     given, wants = (inputs[0], inputs[1], inputs[4]), inputs[-3:]
-    ctx.dtypes = tuple(
-        t.dtype if t is not None and want else None for t, want in zip(given, wants, strict=True)
-    )
+    dtypes = tuple(t.dtype if want else None for t, want in zip(given, wants, strict=True))
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[3:])
+    save_gradients(ctx, output[3:], dtypes)
 
 
 def _backward_of_weighted(ctx, upstream, *_):
     if upstream is None:
         return (None,) * 21
-    hidden, weight, bias = scale_saved_gradients(ctx, upstream, ctx.dtypes)
+    hidden, weight, bias = scale_saved_gradients(ctx, upstream)
     return hidden, weight, None, None, bias, *(None,) * 16
 
 

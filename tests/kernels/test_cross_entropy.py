@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
 
 from secc.runtime.errors import UserError
 from secc.runtime.kernels import launch_tuning, linear_cross_entropy, linear_cross_entropy_rows
@@ -164,15 +166,26 @@ def test_second_backward_of_the_sum_is_rejected():
         torch.autograd.grad(2 * loss, weight)
 
 
-def test_a_split_backward_gives_the_same_gradients():
+@pytest.mark.parametrize("pack", [None, torch.clone, lambda saved: saved], ids=["plain", "copies", "same"])
+def test_a_split_backward_gives_the_same_gradients(pack):
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     labels = torch.tensor([0, 1, 2])
     whole = torch.autograd.grad(0.5 * linear_cross_entropy(hidden, weight, labels)[0], (hidden, weight))
-    loss, upstream = linear_cross_entropy(hidden, weight, labels)[0], torch.tensor(0.5)
+    hooks = nullcontext() if pack is None else saved_tensors_hooks(pack, pack)
+    with hooks:
+        loss, upstream = linear_cross_entropy(hidden, weight, labels)[0], torch.tensor(0.5)
     finish = split_backward([(loss, upstream)], [hidden])
     assert torch.equal(hidden.grad, whole[0]) and weight.grad is None
     finish()
     assert torch.equal(weight.grad, whole[1])
+
+
+def test_the_weights_gradient_is_scaled_in_place():
+    weight = torch.randn(5, 4, requires_grad=True)
+    loss, _ = linear_cross_entropy(torch.randn(3, 4), weight, torch.tensor([0, 1, 2]))
+    made = [saved.data_ptr() for saved in loss.grad_fn.saved_tensors]
+    (2 * loss).backward()
+    assert weight.grad.data_ptr() in made
 
 
 def test_autocast_computes_products_in_its_dtype():
