@@ -511,17 +511,21 @@ class GradientReducer:
     def squared_norm(self) -> torch.Tensor:
         """Returns this rank's share of the squared global gradient norm (float64, 0-dim). Each entry of each
         gradient is counted on exactly one rank."""
-        norms = [norm for p in self._norm_parameters if p.grad is not None for norm in _block_norms(p.grad)]
-        if not norms:
+        gradients = [p.grad for p in self._norm_parameters if p.grad is not None]
+        if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return torch.cat(norms).double().square().sum()
+        if self._device.type == "cuda":
+            norms = _device_norms(gradients)
+        else:
+            norms = torch.cat([norm for gradient in gradients for norm in _block_norms(gradient)])
+        return norms.double().square().sum()
 
-    def clip_gradients(self, norm: torch.Tensor, limit: float) -> None:
-        """Scales all gradients so that their global norm, now `norm` (0-dim), is at most `limit`."""
-        factor = (limit / (norm + _CLIP_EPSILON)).clamp(max=1.0)
+    def clip_gradients(self, norm: float, limit: float) -> None:
+        """Scales all gradients so that their global norm, now `norm`, is at most `limit`."""
+        factor = min(limit / (norm + _CLIP_EPSILON), 1.0)
         for param in self.optimized_slices:
             if param.grad is not None:
-                param.grad.mul_(factor.to(param.grad.dtype))
+                param.grad.mul_(factor)
 
     def gather_parameters(self) -> None:
         """Sends the parameters that this rank has updated to all ranks that hold them. Collective; call it
@@ -563,6 +567,21 @@ def _split_evenly(params: Iterable[nn.Parameter], count: int) -> list[list[nn.Pa
         shares[least].append(param)
         entries[least] += param.numel()
     return shares
+
+
+def _device_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the norm of each gradient in one launch for all of the same dtype. Its sums of blocks are in
+    float32, or in float64 for float64 gradients: a norm in a wider dtype would copy the whole gradient."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        by_dtype.setdefault(real.dtype, []).append(real)
+    return torch.cat(
+        [
+            torch.stack(torch._foreach_norm(some, 2, torch.promote_types(dtype, torch.float32))).double()
+            for dtype, some in by_dtype.items()
+        ]
+    )
 
 
 def _block_norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:

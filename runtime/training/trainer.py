@@ -94,11 +94,11 @@ TRANSPORTS = {"channels": Transport, "rounds": RoundTransport}
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums of a step over all ranks: the loss, the norm of all gradients (0-dim), the learning rate, mean
+    """Sums of a step over all ranks, on the host: the loss, the norm of all gradients, the learning rate, mean
     seconds in which a rank waited for gradients, further scalars, and seconds by section and kind."""
 
     loss: float
-    norm: torch.Tensor
+    norm: float
     learning_rate: float
     exposed_s: float
     logged: dict[str, float]
@@ -398,7 +398,7 @@ class Trainer:
         with trace_event("TOTALS", kind="TOTALS"):
             totals = self._sum_over_ranks(share, squared, batches, exposed_s)
         loss, norm = totals.loss, totals.norm
-        is_finite = math.isfinite(loss) and math.isfinite(float(norm))
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
         updates = is_finite or self._accepts_nonfinite(step, loss, norm)
         with trace_event("OPTIMIZER", kind="OPTIMIZER"):
             self._step_optimizer(loss, norm, updates)
@@ -433,13 +433,13 @@ class Trainer:
                 lambda own: data.exchange_values(own.to(self.context.device), 0).sum(0).cpu(),
             )
 
-    def _accepts_nonfinite(self, step: PlannedStep, loss: float, norm: torch.Tensor) -> bool:
+    def _accepts_nonfinite(self, step: PlannedStep, loss: float, norm: float) -> bool:
         """Says where a loss or gradient norm that is not finite comes from, and tells whether the optimizer
         may step. Collective, and the same on all ranks. Raises UserError with --on-nan stop, after saving the
         state from before the step."""
         event, number = self._find_nonfinite(step), self.step_number + 1
         found = f"first in {event}" if event is not None else "found in no module when the step ran again"
-        message = f"step {number}: the loss is {loss:g} and the gradient norm {float(norm):g}, {found}"
+        message = f"step {number}: the loss is {loss:g} and the gradient norm {norm:g}, {found}"
         if self.options.on_nan == "stop":
             if self.options.save is not None and number > self.context.first_step + 1:
                 self.save_checkpoint()
@@ -479,7 +479,7 @@ class Trainer:
         self.engine.prefetched = prefetched
         return search.find_first(data)
 
-    def _step_optimizer(self, loss: float, norm: torch.Tensor, updates: bool) -> None:
+    def _step_optimizer(self, loss: float, norm: float, updates: bool) -> None:
         """Clips gradients, steps the optimizer, sends updated parameters to their replicas, and steps the
         scheduler. Without `updates` only the scheduler steps, so that it stays at the step's number."""
         if not updates:
@@ -512,36 +512,31 @@ class Trainer:
         `exposed_s`: the seconds that it waited for gradients.
         """
         recording = batches.recording_metrics(1 / self.context.world_size) if self.plan.recorded else {}
-        shares = self.engine.logged | {name: share.new_tensor(seconds) for name, seconds in recording.items()}
+        counted = recording
         if any(map(exchanges_tokens, self.plan.sections)):
             rows = sum(exchange.take_sent_rows() for exchange in self.engine.exchanges.values())
-            shares |= {"expert_rows_sent": share.new_tensor(float(rows))}
+            counted = {**recording, "expert_rows_sent": float(rows)}
+        names = [*self.engine.logged, *counted]
         local_seconds, columns = self.engine.stopwatch.take_seconds(), section_time_columns(self.plan)
-        times = [share.new_tensor(local_seconds.get((name, kind), 0.0) / n) for name, kind, n in columns]
+        times = [local_seconds.get((name, kind), 0.0) / n for name, kind, n in columns]
         rate = self._learning_rate() if self._reports_learning_rate else 0.0
-        own = [share.new_tensor(rate), share.new_tensor(exposed_s / self.context.world_size)]
         failed = self._callbacks.error is not None
-        own_flags = (failed, self._saver.is_stage_done(), self.stop_request.is_set)
-        flags = [share.new_tensor(float(flag)) for flag in own_flags]
-        totals = self.context.data_plane.exchange_values(
-            torch.stack([share, squared, *own, *shares.values(), *times, *flags]), self.context.last_step
-        ).sum(0)
-        self._stops = bool(totals[-1] > 0)
-        self._save_stage_ended = int(totals[-2]) == self.context.world_size
-        self._callback_failed = bool(totals[-3] > 0)
-        sums = totals[2:].tolist()
+        flags = (failed, self._saver.is_stage_done(), self.stop_request.is_set)
+        # One copy to the device and one back: each of them makes the host wait.
+        on_device = torch.stack([share, squared, *self.engine.logged.values()])
+        on_host = [*counted.values(), rate, exposed_s / self.context.world_size, *times, *map(float, flags)]
+        own = torch.cat([on_device, torch.tensor(on_host, dtype=share.dtype).to(share.device)])
+        exchanged = self.context.data_plane.exchange_values(own, self.context.last_step)
+        loss, squared_norm, *sums = exchanged.sum(0).tolist()
+        logged, (rate, exposed_s, *rest) = dict(zip(names, sums, strict=False)), sums[len(names) :]
+        failures, ended_stages, stops = rest[len(times) :]
+        self._stops, self._callback_failed = stops > 0, failures > 0
+        self._save_stage_ended = int(ended_stages) == self.context.world_size
         seconds = {
-            (name, kind): total
-            for (name, kind, _), total in zip(columns, sums[2 + len(shares) : -3], strict=True)
+            (name, kind): total for (name, kind, _), total in zip(columns, rest[: len(times)], strict=True)
         }
-        return StepTotals(
-            float(totals[0]) + self.terms.CONSTANT,
-            totals[1].sqrt(),
-            sums[0],
-            sums[1],
-            dict(zip(shares, sums[2:], strict=False)),
-            seconds,
-        )
+        norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
+        return StepTotals(loss + self.terms.CONSTANT, norm, rate, exposed_s, logged, seconds)
 
     def _learning_rate(self) -> float:
         """The learning rate of this rank's first parameter group, 0 without an optimizer."""
@@ -555,7 +550,7 @@ class Trainer:
         result = StepResult(
             self.step_number,
             totals.loss,
-            float(totals.norm),
+            totals.norm,
             totals.learning_rate,
             len(batch.samples),
             batch.tokens,

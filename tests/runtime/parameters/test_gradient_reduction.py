@@ -59,7 +59,7 @@ def reduce(values: Mapping[str, Mapping[int, float]], limit: float | None = None
         square = reducer.squared_norm()
         dist.all_reduce(square)
         if limit is not None:
-            reducer.clip_gradients(square.sqrt(), limit)
+            reducer.clip_gradients(float(square.sqrt()), limit)
         return {"norm": float(square.sqrt()), **{n: p.grad for n, p in params.items()}}
 
     return run_ranks(3, target)
