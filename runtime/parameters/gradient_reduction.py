@@ -576,12 +576,11 @@ def _device_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     for gradient in gradients:
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         by_dtype.setdefault(real.dtype, []).append(real)
-    return torch.cat(
-        [
-            torch.stack(torch._foreach_norm(some, 2, torch.promote_types(dtype, torch.float32))).double()
-            for dtype, some in by_dtype.items()
-        ]
-    )
+    norms = list[torch.Tensor]()
+    for dtype, some in by_dtype.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        norms += torch._foreach_norm(some, 2, wide)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack([norm.double() for norm in norms])
 
 
 def _block_norms(gradient: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -61,6 +61,7 @@ from secc.runtime.schedule.cross_step_prefetch import with_prefetch_memory
 from secc.runtime.schedule.scheduler import ScheduleCache
 from secc.runtime.sections.base import load_section_module
 from secc.runtime.tensor_parallel.parameter_cuts import ParameterCut, cut_parameters, find_parameter_cuts
+from secc.runtime.training.attention_kernels import choose_attention_kernels
 from secc.runtime.training.evaluation_data import EvaluationData
 from secc.runtime.training.first_check import start_first_check
 from secc.runtime.training.hang_watch import HangWatch, StackFile
@@ -213,6 +214,7 @@ class RankContext(ExitStack):
             keep_freed_memory()
         else:
             torch.cuda.set_device(self.device)
+            choose_attention_kernels(self.plan)
         if self.options.hang_timeout is not None:
             self._watch(store.clone(), self.options.hang_timeout)
         meeting: dict[str, Any] = {

@@ -94,8 +94,8 @@ TRANSPORTS = {"channels": Transport, "rounds": RoundTransport}
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums of a step over all ranks, on the host: the loss, the norm of all gradients, the learning rate, mean
-    seconds in which a rank waited for gradients, further scalars, and seconds by section and kind."""
+    """Sums of a step over all ranks, on the host: the loss, the norm of all gradients, the learning rate,
+    mean seconds in which a rank waited for gradients, further scalars, and seconds by section and kind."""
 
     loss: float
     norm: float

@@ -129,3 +129,11 @@ def test_buckets_of_all_groups_start_in_the_order_of_a_backward(monkeypatch: pyt
         return [of[b.params[0]] if hasattr(b, "params") else "presence" for b in queue]  # pyright: ignore
 
     assert run_ranks(2, target) == [["experts1", "w1", "experts0", "w0", "embed", "presence", "presence"]] * 2
+
+
+def test_norms_in_one_launch_equal_those_of_blocks() -> None:
+    torch.manual_seed(0)
+    dtypes = torch.float32, torch.bfloat16, torch.float64, torch.complex64
+    gradients = [torch.randn(n, dtype=dtype) for n in (0, 1, 100, 70_000) for dtype in dtypes]
+    expected = sum(float(g.abs().double().square().sum()) for g in gradients)
+    assert float(_device_norms(gradients).square().sum()) == pytest.approx(expected, rel=1e-6)
