@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from secc.runtime.parameters import gradient_reduction
-from secc.runtime.parameters.gradient_reduction import GradientReducer, ReductionGroup, build_reduction_groups
+from secc.runtime.parameters.gradient_reduction import (
+    GradientReducer,
+    ReductionGroup,
+    _device_norms,  # pyright: ignore[reportPrivateUsage]
+    build_reduction_groups,
+)
 from tests.runtime.captioner_plans import APART, UNEVEN, make_plan
 from tests.runtime.gloo_ranks import run_ranks
 
@@ -136,4 +141,4 @@ def test_norms_in_one_launch_equal_those_of_blocks() -> None:
     dtypes = torch.float32, torch.bfloat16, torch.float64, torch.complex64
     gradients = [torch.randn(n, dtype=dtype) for n in (0, 1, 100, 70_000) for dtype in dtypes]
     expected = sum(float(g.abs().double().square().sum()) for g in gradients)
-    assert float(_device_norms(gradients).square().sum()) == pytest.approx(expected, rel=1e-6)
+    assert float(_device_norms(gradients).square().sum()) == pytest.approx(expected, rel=1e-5)
