@@ -438,8 +438,10 @@ class PlanEvaluator:
             c = chosen[s.user_section_name]
             work, load = self._rank_load(s.user_section_name, c, s.stage)
             ranks = tuple(replica_first_ranks(s))
-            for rank, end in (timeline.ends[s.name] | prefetch_ends.get(s.name, {})).items():
-                program_ends[rank] = max(program_ends[rank], end)
+            ends = timeline.ends[s.name] | prefetch_ends.get(s.name, {})
+            for replica in ranks_by_replica(s):
+                for rank in replica:
+                    program_ends[rank] = max(program_ends[rank], ends.get(replica[0], 0))
             sums, gathers, optimizer = (
                 ns // c.chunks for ns in update_times(work, load, c.dp, c.sharding)
             )  # of all chunks on the rank
@@ -447,8 +449,13 @@ class PlanEvaluator:
             if sums or gathers:
                 share = Fraction(BUCKET_BYTES * c.chunks, max(1, load.cost.trainable_bytes))
                 reductions.append(TimedReduction((s.name,), ranks, sums, gathers, min(Fraction(1), share)))
-        without_backward = {rank: (end, end) for rank, end in enumerate(program_ends)}
-        last_backwards = {name: without_backward | spans for name, spans in timeline.last_backwards.items()}
+        last_backwards = {
+            s.name: {
+                rank: timeline.last_backwards[s.name].get(rank, (program_ends[rank], program_ends[rank]))
+                for rank in replica_first_ranks(s)
+            }
+            for s in plan.sections
+        }
         reduced = run_reductions(reductions, last_backwards, program_ends)
         return max((*program_ends, *(end for _, _, end in reduced))) + max(optimizer_ns.values(), default=0)
 

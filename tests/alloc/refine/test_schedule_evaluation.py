@@ -12,12 +12,13 @@ import pytest
 from secc.alloc.problem.build_problem import build_problem
 from secc.alloc.problem.parameter_update import update_times
 from secc.alloc.problem.pins import parse_pins
-from secc.alloc.problem.types import Assignment
+from secc.alloc.problem.types import Assignment, Problem
+from secc.alloc.problem.workload import Workload
 from secc.alloc.refine.schedule_evaluation import Evaluation, EvaluationRequest, PlanEvaluator
 from secc.bounds.traffic import Traffic
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.parameters.reduction_times import TimedReduction
-from secc.runtime.plan.step_program import replica_first_ranks
+from secc.runtime.plan.step_program import SampleMeta, replica_first_ranks
 from secc.runtime.schedule.scheduler import find_candidate
 from secc.simulate.simulator import simulate
 from tests.alloc.explain.test_least_step import staged_problem
@@ -39,14 +40,44 @@ def test_the_evaluated_step_is_the_simulated_one(
     work, batch = staged_problem(8)
     pins = [f"lm.{pin}" for pin in (*stages.split(), "dp=2", "tp=1", f"sharding={sharding}")]
     asked = build_problem(work, 8, "apart", parse_pins(pins, work.loads))
-    evaluator = PlanEvaluator(work, asked)
-    evaluator.batches = [batch]
     vision = next(i for i, c in enumerate(asked.sections["vision"]) if c.ranks == 4)
     assignment = Assignment({"vision": vision, "lm": 0}, GROUPS)
+    assert asked.sections["lm"][0].shape.stages == (2 if stages == "pp=2" else 4)
+    evaluated_ns, simulated_ns = evaluate_and_simulate(work, asked, assignment, batch, monkeypatch)
+    assert evaluated_ns == simulated_ns
+
+
+@pytest.mark.parametrize("images", [1, 4, 7])
+def test_wide_replicas_sum_gradients_before_sections_that_end_later(
+    images: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder's last backwards come behind those of the language model, which has replicas of two ranks.
+    With few images some ranks have no backward of the encoder."""
+    work, batch = staged_problem(8)
+    pins = ["lm.pp=1", "lm.tp=2", "lm.dp=4", "lm.sharding=none", "vision.dp=8", "vision.sharding=none"]
+    asked = build_problem(work, 8, "colocate", parse_pins(pins, work.loads))
+    assignment = Assignment(dict.fromkeys(asked.sections, 0), {"vision": "vision", "lm": "vision"})
+    assert asked.sections["lm"][0].width and all(cs[0].ranks == 8 for cs in asked.sections.values())
+    with_images = [x for x in batch if x.pattern][:images]
+    some = [*with_images, *(x for x in batch if not x.pattern)]
+    some = [replace(x, id=i) for i, x in enumerate(some)]
+    evaluated_ns, simulated_ns = evaluate_and_simulate(work, asked, assignment, some, monkeypatch)
+    assert evaluated_ns == simulated_ns
+
+
+def evaluate_and_simulate(
+    work: Workload,
+    asked: Problem,
+    assignment: Assignment,
+    batch: Sequence[SampleMeta],
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[int, int]:
+    """Returns the step of a plan in ns as it is evaluated and as it is simulated, without messages."""
+    evaluator = PlanEvaluator(work, asked)
+    evaluator.batches = [batch]
     evaluator.message_ns = {}
     monkeypatch.setattr(PlanEvaluator, "_stage_message_ns", lambda *_: 0)
     chosen = {s: cs[assignment.choice[s]] for s, cs in asked.sections.items()}
-    assert chosen["lm"].shape.stages == (2 if stages == "pp=2" else 4)
     plan = evaluator._build_plan(assignment, chosen, hand_out_ranks(asked, assignment))
     traffic, optimizer_ns, reductions = Traffic(plan), Counter[int](), list[TimedReduction]()
     for s in plan.sections:
@@ -62,7 +93,7 @@ def test_the_evaluated_step_is_the_simulated_one(
     monkeypatch.setattr(Traffic, "optimizer_ns", lambda _, rank: optimizer_ns[rank])
     step = simulate(plan, batch, emit_candidate(find_candidate(plan, batch)), traffic)
     evaluated = evaluator.evaluate_batch(assignment, hand_out_ranks(asked, assignment))
-    assert evaluated.time_ns - work.cluster.device.overheads.step_ns(len(batch)) == step.end
+    return evaluated.time_ns - work.cluster.device.overheads.step_ns(len(batch)), step.end
 
 
 def test_a_plan_is_evaluated_once_in_all_problems_of_the_same_work() -> None:
