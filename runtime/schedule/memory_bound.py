@@ -125,13 +125,32 @@ def choose_samples_alone(
     alone: Collection[int],
 ) -> set[int]:
     """Returns the samples to compute alone in the next try: of those in excess the ones that exceed their
-    stage's share by themselves, else all of them, in addition to `alone`. No more than `alone` if that cannot
-    help."""
+    stage's share by themselves, else the largest ones that make up what is too much, at least as many as are
+    alone already; in addition to `alone`. No more than `alone` if that cannot help."""
     large = {p for p, size, share in _single_samples(plan, tables) if size > share}
     found = set(alone)
     for excess in excesses:
         others = set(excess.samples).difference(alone)
-        found |= others & large or (set() if others & found else others)
+        found |= others & large or (set() if others & found else _largest_samples(tables, excess, alone))
+    return found
+
+
+def _largest_samples(
+    tables: Mapping[str, MicroBatchTable], excess: MemoryExcess, alone: Collection[int]
+) -> set[int]:
+    """The largest samples in excess that are not `alone`, until they keep what is too much and are as many as
+    these. Samples of a micro-batch are counted with equal parts of its bytes."""
+    kept: dict[int, int] = dict.fromkeys(set(excess.samples).difference(alone), 0)
+    for name in excess.sections:
+        for m in tables[name].micro_batches:
+            part = _most_bytes(tables[name], m.index) // max(1, len(m.samples))
+            kept.update((p, kept[p] + part) for p in m.samples if p in kept)
+    too_much, found = excess.held_bytes - excess.capacity_bytes, set[int]()
+    for p in sorted(kept, key=lambda p: (-kept[p], p)):
+        if too_much <= 0 and len(found) >= len(alone):
+            break
+        too_much -= kept[p]
+        found.add(p)
     return found
 
 

@@ -104,8 +104,8 @@ def test_a_sample_that_cannot_fit_is_named() -> None:
 
 
 def test_a_forced_start_does_not_exceed_memory() -> None:
-    """The consumer wants three samples at once, for which its producer has no room: they are computed one by
-    one."""
+    """The consumer wants three samples at once, for which its producer has no room: one of them is computed
+    alone."""
     vision = limit_bytes(dataclasses.replace(make_section("vision", [0]), in_flight=9), 20, "10*B")
     lm = dataclasses.replace(make_section("lm", [1], micro_batch=3), room_bytes=0)
     plan = make_plan([vision, lm], [make_edge("vision", "lm")], 2)
@@ -114,6 +114,7 @@ def test_a_forced_start_does_not_exceed_memory() -> None:
     check_schedule(plan, samples, bounded)
     assert not bounded.over_memory
     assert peak_bytes(plan, samples, bounded)[0] <= 20
+    assert sorted(len(m.samples) for m in bounded.micro_batches["lm"]) == [1, 2]
 
 
 def test_stages_hold_a_large_sample_alone() -> None:
