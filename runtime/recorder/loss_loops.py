@@ -33,9 +33,12 @@ def roll_loss_loops(recording: Recording, alone: bool = False) -> Recording:
     _mark_joins(recording, alone)
     nodes = list(recording.graph.nodes)
     last = max((i for i, n in enumerate(nodes) if n.op == "call_module"), default=-1)
-    for node in nodes[last + 1 :]:
-        if _is_sum(node) and not any(_is_sum(user) for user in node.users):
-            _roll_sum(recording.graph, node)
+    sums = [n for n in nodes[last + 1 :] if _is_sum(n) and not any(_is_sum(user) for user in n.users)]
+    for node in sums:
+        _roll_sum(recording.graph, node)
+    for node in sums if alone else ():
+        if not find_loss_loops(recording):  # of one sample, no row may have been taken
+            _roll_sum(recording.graph, node, takes_whole=True)
     _restore_python_sums(recording)
     recording.graph.eliminate_dead_code(is_needed)
     return recording
@@ -126,13 +129,15 @@ def _is_sum(node: fx.Node) -> bool:
     return node.target is aten.add.Tensor and node.meta.get("shape") == () and not node.kwargs
 
 
-def _roll_sum(graph: fx.Graph, root: fx.Node) -> None:
-    """Replace the additions of a loop by the sum of its stacked summands. Other summands are added to it."""
+def _roll_sum(graph: fx.Graph, root: fx.Node, takes_whole: bool = False) -> None:
+    """Replace the additions of a loop by the sum of its stacked summands. Other summands are added to it.
+    takes_whole: the loop had one round, with all rows of the batch."""
     summands = list(_iter_summands(root, root))
-    per_sample = [s for s in summands if isinstance(s, fx.Node) and _rows_behind(s)]
+    is_part = _takes_batch if takes_whole else _rows_behind
+    per_sample = [s for s in summands if isinstance(s, fx.Node) and is_part(s)]
     scale = _common_scale(per_sample)
-    inner = [s.args[0] for s in per_sample] if scale is not None else per_sample
-    if not _is_loop(inner):
+    inner: Any = [s.args[0] for s in per_sample] if scale is not None else per_sample
+    if not (len(inner) == 1 and inner[0].meta["shape"] == () if takes_whole else _is_loop(inner)):
         return
     with graph.inserting_before(root):
         stacked = _insert_node(graph, root, aten.stack.default, (inner,), (len(inner),))
@@ -186,6 +191,11 @@ def _rows_behind(node: fx.Node) -> set[SampleRow]:
         elif _is_batch_tensor(n) or "loop" in n.meta:
             return set()
     return rows
+
+
+def _takes_batch(node: fx.Node) -> bool:
+    """Whether a value is made of tensors of the batch."""
+    return any(map(_is_batch_tensor, iter_nodes_behind([node])))
 
 
 def _row_taken(node: fx.Node) -> SampleRow | None:

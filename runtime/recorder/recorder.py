@@ -323,6 +323,11 @@ class Recorder:
             self._lists[tuple(map(id, lists[key]))] = columns
         return arguments
 
+    def _pack_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Pack the lists in a block's arguments. The arguments are none themselves, though they may hold the
+        only entry of one."""
+        return tuple(map(self._pack_lists, args)), {k: self._pack_lists(v) for k, v in kwargs.items()}
+
     def _pack_lists(self, value: Any) -> Any:
         """Replace growing lists in a block's arguments by the tensors that they were made from."""
         if isinstance(value, (list, tuple)) and (flat_list := self._lists.get(tuple(map(id, value)))):
@@ -772,7 +777,7 @@ class Recorder:
     def _emit_block_call(self, path: str, args: Any, kwargs: Any) -> fx.Node:
         try:
             arguments = nested_values.encode_arguments(
-                self._pack_lists((args, kwargs)) if self._lists else (args, kwargs), self._tape.node_of
+                self._pack_arguments(args, kwargs) if self._lists else (args, kwargs), self._tape.node_of
             )
         except nested_values.NotLiteral as error:
             message = f"block {path} is called with {error}, which cannot be written into a plan"

@@ -69,11 +69,16 @@ class RecordedCase:
         return rules
 
     def find_mismatch(
-        self, outline: Outline, programs: Mapping[str, GlueProgram], sizes: Mapping[str, int]
+        self,
+        outline: Outline,
+        programs: Mapping[str, GlueProgram],
+        sizes: Mapping[str, int],
+        any_float: bool = False,
     ) -> UserError | None:
         """Return where a recording differs from the case in anything but its recorded glue; None if it
-        matches."""
-        problem = find_outline_mismatch(outline.make_skeleton(self.sources), self._nodes, sizes)
+        matches. any_float: a float may have another dtype."""
+        skeleton = outline.make_skeleton(self.sources)
+        problem = find_outline_mismatch(skeleton, self._nodes, sizes, any_float)
         if problem is not None:
             return problem
         for label, program in programs.items():

@@ -173,6 +173,7 @@ class Rerecorder:
         # numbered as the plan's are. A pattern without a whole recording is missing.
         self._has_planned_calls: dict[frozenset[str], bool] = {}
         self.recording_count = 0
+        self.takes_any_float = False  # where model and plan run in wider floats than recorded
 
     def add_row_counts(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Add the numbers of rows that depend on values to the batch of one sample, if the plan has such
@@ -353,7 +354,7 @@ class Rerecorder:
         name = ""
         if request.section_cases:
             cases = self._cases_of_pattern(request.pattern)
-            mismatches = {c: c.find_mismatch(outline, programs, sizes) for c in cases}
+            mismatches = {c: c.find_mismatch(outline, programs, sizes, self.takes_any_float) for c in cases}
             fitting = [c for c, mismatch in mismatches.items() if mismatch is None]
             # Several cases may fit the part that was recorded. That does not matter as long as the sections
             # run the same bodies in all of them.

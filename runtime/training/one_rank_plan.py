@@ -58,6 +58,7 @@ from secc.runtime.training.first_pass import FirstPass, has_statistics
 from secc.runtime.training.widened_floats import (
     is_missing_kernel,
     narrower_floats,
+    own_floats,
     widen_batch,
     widened_floats,
 )
@@ -288,7 +289,9 @@ class OneRankPlan:
         plan = dataclasses.replace(
             self.plan, sections=_with_uneven_micro_batches(self.plan.sections, max_samples)
         )
-        singles = [self.rerecorder.add_row_counts(self.user.collate([s])) for s in samples]
+        self.rerecorder.takes_any_float = self._widened_to is not None
+        with own_floats():
+            singles = [self.rerecorder.add_row_counts(self.user.collate([s])) for s in samples]
         optional = {i.key for i in self.plan.inputs if i.optional}
         metas = [
             SampleMeta(i, frozenset(optional & b.keys()), read_symbol_sizes(b, self.plan.symbols))
@@ -309,7 +312,8 @@ class OneRankPlan:
             batch = pad_batch(
                 self.user.collate([samples[i] for i in micro.samples]), self.plan.inputs, widths
             )
-            batch = self.rerecorder.add_recorded_glue(batch, len(micro.samples), micro.section)
+            with own_floats():
+                batch = self.rerecorder.add_recorded_glue(batch, len(micro.samples), micro.section)
             return self._widen(batch)
 
         engine = Engine(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -67,6 +67,14 @@ def widened_floats(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             tensor.data = data
         for parameter, gradient_dtype in gradients:
             parameter.grad_dtype = gradient_dtype
+
+
+@contextmanager
+def own_floats() -> Iterator[None]:
+    """Context inside `widened_floats` in which ops have the dtypes that they ask for: glue is recorded as it
+    was when the plan was made."""
+    with _disable_current_modes():
+        yield
 
 
 def widen_batch(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
 from secc.runtime.training.eager_reference import compare_results, run_eager
 from secc.runtime.training.one_rank_plan import OneRankPlan
 from tests.e2e.harness import (
@@ -88,6 +89,14 @@ def rank_of(made: CompiledPlan, folder: Path) -> OneRankPlan:
     made.write_sections(folder / "plan")
     assert made.model is not None
     return OneRankPlan(made.plan, folder / "plan", made.user, made.model)
+
+
+def test_lists_of_one_sample_and_gradients_without_digits_are_exact() -> None:
+    """A sample alone takes all rows of its batch; where float32 has no digits, float64 is compared."""
+    plan = check_exactness(
+        compile_model(MODELS / "click_lists.py", CompileOptions(global_batch=12)), required=True
+    ).plan
+    assert plan.recorded and not any(s.whole_batch for s in plan.sections)
 
 
 @pytest.mark.parametrize("kind", READS)

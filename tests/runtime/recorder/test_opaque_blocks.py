@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from secc.runtime.errors import UserError
+from secc.runtime.model.nested_batch import flatten_batch
 from secc.runtime.recorder import BlockError, Recorder, record_forward
 from secc.runtime.recorder.fold_joins import fold_joins
 
@@ -361,3 +362,18 @@ def test_a_loss_of_no_step_has_a_gradient_all_the_same() -> None:
     recording = record_forward(WithLengths(), {"x": BATCH["x"]}, ["body", "count", "loss"])
     loss = next(iter(recording.block_calls[-1].users))
     assert loss.meta["shape"] == () and loss.meta["requires_grad"]
+
+
+class ListedOneByOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(5, 2)
+
+    def forward(self, pages: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([self.encode(page) for page in pages]).sum()
+
+
+def test_the_only_entry_of_a_list_may_be_a_blocks_only_argument() -> None:
+    batch = flatten_batch({"pages": [BATCH["x"]]}, lists={"pages": 1})
+    (call,) = record_forward(ListedOneByOne(), batch, ["encode"]).block_calls
+    assert next(iter(call.users)).meta["shape"] == (4, 2)
