@@ -46,7 +46,6 @@ from secc.runtime.sections.recompute import recompute_units
 
 CallKey = tuple[object, ...]
 KnownCallCosts = dict[CallKey, CallCost | None]
-STACKED_EXPERTS_DIM = 3  # dims of a parameter with the matrices of several experts
 FITTED_FIELDS = (
     "flops",
     "attention",
@@ -133,9 +132,6 @@ def _annotate_parameter_bytes(op: BlockOp | TieOp, parameters: list[nn.Parameter
     op.attributes["trainable_bytes"] = int_attr(sum(p.numel() * p.element_size() for p in trainable))
     if isinstance(op, BlockOp):
         op.attributes["tensors"] = int_attr(len(trainable))
-        # Without those of experts, which ranks divide: stacked matrices.
-        sizes = [p.numel() * p.element_size() for p in trainable if p.dim() != STACKED_EXPERTS_DIM]
-        op.attributes["largest_gradient"] = int_attr(max(sizes, default=0))
     else:
         op.attributes["params"] = int_attr(sum(p.numel() for p in parameters))
 

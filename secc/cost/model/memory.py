@@ -190,8 +190,6 @@ def _memory_on_device(
     size, masters = cost.optimizer_weight_bytes, cost.master_bytes
     if sharding == "zero3" and dp > 1:
         return _zero3_memory(cost, activation, working, dp, micro_batches, largest)
-    if micro_batches > 1:  # a parameter's gradient exists twice until it is added to that of earlier ones
-        working += cost.largest_gradient_bytes
     if sharding == "none" or dp == 1:
         sums = _reduced_gradients(cost, cost.trainable_bytes) if dp > 1 and size else ReducedGradients()
         return RankMemory(

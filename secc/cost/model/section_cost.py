@@ -152,7 +152,6 @@ class SectionCost:
             that layers work on; "0" elsewhere. entries_per_sample: of them, the mean, rounded.
             unshared_bytes: saved before the first layer, on each rank that has whole frames or windows.
         largest_layer_bytes: parameters of the largest layer. outside_layers_bytes: of everything else.
-        largest_gradient_bytes: the largest gradient of one parameter outside of experts.
         narrowest_dim: smallest weight dimension of the call that issues most operations; 0 if unknown.
         sequence_parallel: norms and residuals work on parts of the sequence.
 
@@ -203,7 +202,6 @@ class SectionCost:
     forward_transient: str = "0"
     largest_layer_bytes: int = 0
     outside_layers_bytes: int = 0
-    largest_gradient_bytes: int = 0
     sequence_parallel: bool = False
     trainable_tensors: int = 0
     experts: int = 0
@@ -369,13 +367,6 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, part: Secti
         ),
         largest_layer_bytes=largest_layer_bytes,
         outside_layers_bytes=outside_layers_bytes,
-        largest_gradient_bytes=max(
-            (
-                *(integer_attribute(blocks[path], "largest_gradient", 0) for path in called_paths),
-                *(trained for *_, trained in _glue_parameters(ops_by_case, called_paths)),
-            ),
-            default=0,
-        ),
         sequence_parallel=get_string(section, "norms") == "sequence",
         trainable_tensors=sum(integer_attribute(blocks[path], "tensors", 0) for path in called_paths),
         routed_work=largest(case.routed_work for case in cases),

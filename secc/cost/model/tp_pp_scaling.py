@@ -276,7 +276,6 @@ def cost_on_rank(cost: SectionCost, tp: int, stages: StageShares = WHOLE_SECTION
         cost,
         largest_layer_bytes=-(-cost.largest_layer_bytes // tp),
         outside_layers_bytes=-(-cost.outside_layers_bytes // tp),
-        largest_gradient_bytes=-(-cost.largest_gradient_bytes // tp),
         flops=scale_expression(cost.flops, divided_time),
         backward_flops=scale_expression(cost.backward_flops, divided_time),
         work=scale_expression(cost.work, divided_time * slowdown),
