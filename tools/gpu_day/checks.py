@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tools.gpu_day.outcome import Bench, Check, Outcome, set_environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = ("secc", "passes", "runtime", "templates", "tools", "tests/models", "examples")
+MODELS = ("decoder", "distillation", "llava")
 CHECKS = (
     Check("kernels-exact", "fused operators against float64 on 500 shapes", 300, kernels.check_exactness),
     Check("kernels-same-bits", "fused operators twice", 120, kernels.check_same_bits),
@@ -35,18 +37,26 @@ CHECKS = (
     Check("shared-ranks", "several ranks on the card, the same", 300, training.check_shared_ranks),
     Check("same-bits", "a plan twice, and with every launch awaited", 240, training.check_same_bits),
     Check("leaks", "memory over 200 steps", 240, training.check_leaks),
-    Check("long-runs", "500 steps against plain PyTorch's curve", 580, costs.check_long_runs),
     Check("kernels-compiled", "the operators' launches, compiled and kept", 300, kernels.compile_launches),
-    Check(
-        "card",
-        "the software, and the card with its rates",
-        90,
-        kernels.describe_card,
-        True,
+    *(
+        Check(
+            f"long-{name}",
+            "500 steps against plain PyTorch's curve",
+            580,
+            partial(costs.check_long_run, name),
+        )
+        for name in MODELS[1:]
     ),
+    Check("card", "the software, and the card with its rates", 90, kernels.describe_card, True),
     Check("kernel-speed", "fused operators against eager, compiled, Liger", 420, kernels.measure_speed, True),
-    Check("steps", "steps of a rank against plain PyTorch's, and its memory", 400, costs.measure_steps, True),
-    Check("profile", "costs of blocks at sizes held back", 400, costs.measure_profile, True),
+    *(
+        Check(f"steps-{name}", "a rank's steps and memory", 200, partial(costs.measure_steps, name), True)
+        for name in MODELS
+    ),
+    *(
+        Check(f"profile-{name}", "costs at sizes held back", 300, partial(costs.measure_profile, name), True)
+        for name in MODELS
+    ),
     Check("links", "rates and links of this machine", 180, costs.measure_links, True),
 )
 

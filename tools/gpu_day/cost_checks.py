@@ -26,7 +26,6 @@ from tools.gpu_day.outcome import Bench, Outcome, set_environment
 from tools.train_plain import train_model
 
 MODELS = Path(__file__).parent / "models"
-MODEL_NAMES = ("decoder", "distillation", "llava")
 STEP_BATCH, PROFILED_STEPS = 4, 3
 MOST_STEP_RATIO, MOST_MEMORY_ERROR, MOST_BLOCK_ERROR = 1.02, 0.05, 0.03
 # Losses of a plan and of plain PyTorch, relative: the limit of docs/guide/exactness.md for the first 20
@@ -34,20 +33,19 @@ MOST_STEP_RATIO, MOST_MEMORY_ERROR, MOST_BLOCK_ERROR = 1.02, 0.05, 0.03
 EARLY_STEPS, EARLY_TOLERANCE, CURVE_TOLERANCE = 20, 1e-4, 2e-2
 
 
-def measure_steps(bench: Bench) -> Outcome:
+def measure_steps(name: str, bench: Bench) -> Outcome:
     """Times steps of a few layers of the real sizes by a plan and by hand, in turn, in one process: with the
     same kernels, and with fused ones. Compares the plan's memory with the prediction."""
     found = Outcome()
     os.environ |= _sized("layers", bench)
-    names = MODEL_NAMES[:1] if bench.dry else MODEL_NAMES
-    cases = [(name, fuse) for name in names for fuse in (False, True)]
-    plans = [bench.folder / f"{name}-{fuse:d}" for name, fuse in cases]
+    cases = [(name, fuse) for fuse in (True, False)]
+    plans = [bench.folder / f"{name}-{fuse:d}" for _, fuse in cases]
     with ProcessPoolExecutor(1 if bench.dry else len(cases), get_context("spawn")) as pool:
         predictions = list(pool.map(_compile_for_steps, cases, plans, [bench.dry] * len(cases)))
-    for (name, fuse), plan, predicted in zip(cases, plans, predictions, strict=True):
-        label = f"{name} {'fused' if fuse else 'same kernels'}"
+    for (_, fuse), plan, predicted in zip(cases, plans, predictions, strict=True):
+        label = "fused" if fuse else "same kernels"
         try:
-            (measured,) = run_on_ranks(time_rank, plan, 1, 3 if bench.dry else 12)
+            (measured,) = run_on_ranks(time_rank, plan, 1, 3 if bench.dry else 10)
         except EOFError as error:
             found.failures.append(f"{label}: {error!r}"[:500])
             continue
@@ -128,22 +126,19 @@ def _judge_steps(
         found.failures.append(f"{label}: {predicted:.2f} GiB predicted, {measured['memory']:.2f} measured")
 
 
-def measure_profile(bench: Bench) -> Outcome:
-    """Measures blocks on the card; how far the fitted costs are from sizes that were held back."""
-    found = Outcome()
-    for name in MODEL_NAMES[:1] if bench.dry else ("decoder", "llava"):
-        costs = bench.folder / f"{name}-costs.json"
-        command = [sys.executable, "-c", "from secc.cli import main; main()", "profile", "--json"]
-        command += [str(MODELS / f"{name}.py"), "-o", str(costs), *(["--sizes", "6"] if bench.dry else [])]
-        result = subprocess.run(command, env=_sized("layers", bench), capture_output=True, text=True)
-        if result.returncode:
-            found.failures.append(f"{name}: {result.stderr[-500:]}")
-            continue
-        blocks = json.loads(result.stdout)["blocks"]
-        errors = [b[k] for b in blocks for k in ("forward_error", "backward_error") if b[k] is not None]
-        found.figures |= {f"{name} median error": median(errors), f"{name} worst error": max(errors)}
-        if not bench.dry and median(errors) > MOST_BLOCK_ERROR:
-            found.failures.append(f"{name}: median error {median(errors):.1%}, aim {MOST_BLOCK_ERROR:.0%}")
+def measure_profile(name: str, bench: Bench) -> Outcome:
+    """Measures a model's blocks on the card; how far the fitted costs are from sizes that were held back."""
+    costs = bench.folder / f"{name}-costs.json"
+    command = [sys.executable, "-c", "from secc.cli import main; main()", "profile", "--json"]
+    command += [str(MODELS / f"{name}.py"), "-o", str(costs), *(["--sizes", "6"] if bench.dry else [])]
+    result = subprocess.run(command, env=_sized("layers", bench), capture_output=True, text=True)
+    if result.returncode:
+        return Outcome(failures=[result.stderr[-500:]])
+    blocks = json.loads(result.stdout)["blocks"]
+    errors = [b[k] for b in blocks for k in ("forward_error", "backward_error") if b[k] is not None]
+    found = Outcome({"median error": median(errors), "worst error": max(errors)})
+    if not bench.dry and median(errors) > MOST_BLOCK_ERROR:
+        found.failures.append(f"median error {median(errors):.1%}, aim {MOST_BLOCK_ERROR:.0%}")
     return found
 
 
@@ -157,33 +152,30 @@ def measure_links(bench: Bench) -> Outcome:
     return Outcome({"cluster": cluster.read_text()})
 
 
-def check_long_runs(bench: Bench) -> Outcome:
-    """Trains a LLaVA and a distillation for hundreds of steps on ranks that share the device, each section on
-    a rank of its own, and compares the losses with plain PyTorch's."""
-    found, steps = Outcome(), 6 if bench.dry else 500
+def check_long_run(name: str, bench: Bench) -> Outcome:
+    """Trains a model for hundreds of steps on ranks that share the device, each section on a rank of its own,
+    and compares the losses with plain PyTorch's."""
+    found, steps, model = Outcome(), 6 if bench.dry else 500, MODELS / f"{name}.py"
     os.environ |= _sized("train", bench)
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     cluster = f"1x2x{'cpu' if bench.dry else 'H100'}"
-    for name in ("llava", "distillation"):
-        model = MODELS / f"{name}.py"
-        options = CompileOptions(cluster=cluster, global_batch=4, strategy="apart", fuse=True)
-        made = compile_model(model, options)
-        made.write_plan(bench.folder / name, report_page)
-        logs = bench.folder / f"{name}-logs"
-        arguments = ["--steps", str(steps), "--log-dir", str(logs), "--share-gpus", "--no-first-check"]
-        with ThreadPoolExecutor(1) as pool:  # plain PyTorch meanwhile
-            plain = pool.submit(train_model, load_model_file(model), steps, 4, device=bench.device)
-            run_plan_ranks(bench.folder / name, made.plan.world_size, arguments, limit_s=550)
-            _, theirs = plain.result()
-        ours = [m["loss"] for m in read_metrics(logs)]
-        errors = [abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)]
-        early, all_steps = max(errors[:EARLY_STEPS]), max(errors)
-        found.figures[f"{name} sections"] = ", ".join(s.name for s in made.plan.sections)
-        found.figures |= {f"{name} first loss": theirs[0], f"{name} last loss": theirs[-1]}
-        found.figures |= {f"{name} error of 20 steps": early, f"{name} error of all steps": all_steps}
-        found.figures[f"{name} losses"] = " ".join(f"{loss:.4f}" for loss in ours[:: max(1, steps // 20)])
-        if early > EARLY_TOLERANCE or all_steps > CURVE_TOLERANCE:
-            found.failures.append(f"{name}: losses off by {early:.1e} in 20 steps, {all_steps:.1e} in all")
+    made = compile_model(model, CompileOptions(cluster=cluster, global_batch=4, strategy="apart", fuse=True))
+    made.write_plan(bench.folder / name, report_page)
+    logs = bench.folder / f"{name}-logs"
+    arguments = ["--steps", str(steps), "--log-dir", str(logs), "--share-gpus", "--no-first-check"]
+    with ThreadPoolExecutor(1) as pool:  # plain PyTorch meanwhile
+        plain = pool.submit(train_model, load_model_file(model), steps, 4, device=bench.device)
+        run_plan_ranks(bench.folder / name, made.plan.world_size, arguments, limit_s=550)
+        _, theirs = plain.result()
+    ours = [m["loss"] for m in read_metrics(logs)]
+    errors = [abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)]
+    early, all_steps = max(errors[:EARLY_STEPS]), max(errors)
+    found.figures["sections"] = ", ".join(s.name for s in made.plan.sections)
+    found.figures |= {"first loss": theirs[0], "last loss": theirs[-1]}
+    found.figures |= {"error of 20 steps": early, "error of all steps": all_steps}
+    found.figures["losses"] = " ".join(f"{loss:.4f}" for loss in ours[:: max(1, steps // 20)])
+    if early > EARLY_TOLERANCE or all_steps > CURVE_TOLERANCE:
+        found.failures.append(f"losses off by {early:.1e} in 20 steps, {all_steps:.1e} in all")
     return found
 
 
