@@ -48,7 +48,7 @@ from secc.passes.loss.gathered_rows import check_gathered, check_names, declare_
 from secc.passes.loss.logged_scalars import LOGGED_PREFIX, find_logged, find_outputs
 from secc.passes.loss.loss_context import LossContext
 from secc.passes.loss.loss_walk import ops_behind, walk_loss
-from secc.passes.loss.numerators import SAMPLE_COUNT_SYMBOL, Share, as_scalar, make_numerator
+from secc.passes.loss.numerators import Share, as_scalar, make_numerator
 from secc.passes.loss.placed_rows import find_placed_rows
 from secc.passes.loss.term_names import (
     CONSTANT_TERM,
@@ -62,7 +62,7 @@ from secc.passes.loss.term_names import (
     term_label,
 )
 from secc.passes.loss.value_states import BadState, StackState, StatisticUse, SumPart, ValueState
-from secc.runtime.plan.schema import GATHERED_PREFIX, STATISTIC_PREFIX, is_gathered
+from secc.runtime.plan.schema import GATHERED_PREFIX, SAMPLE_COUNT_SYMBOL, STATISTIC_PREFIX, is_gathered
 
 _BALANCE_TERM, _FUNCTION_TERM, _COMPARING_TERM = "balance_loss", "function_of_sums", "compared_samples"
 

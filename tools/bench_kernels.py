@@ -49,7 +49,6 @@ IMPLEMENTATION_COLORS = {"secc": "#2a6fb0", "eager": "#999999", "compile": "#d9a
 # The tunable kernel behind an operator, where they have different names.
 TUNABLE_OF_CASE = {
     "linear_cross_entropy_rows": "linear_cross_entropy",
-    "linear_kl_ce_sums": "linear_kl_ce",
     "rms_norm": "norm",
     "layer_norm": "norm",
     "swiglu": "gated",

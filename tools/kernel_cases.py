@@ -159,18 +159,6 @@ def loss_cases() -> list[KernelCase]:
             "linear_kl_ce",
             _two_head_inputs,
             2,
-            {
-                "secc": lambda *x: kernels.weighted_linear_kl_ce(*x, weights=(1 / len(x[0]), 1 / len(x[0])))[
-                    0
-                ],
-                "eager": _plain_kl_ce,
-            },
-            flops=lambda s: _student_flops(s) + _teacher_flops(s),
-        ),
-        KernelCase(
-            "linear_kl_ce_sums",
-            _two_head_inputs,
-            2,
             {"secc": lambda *x: _mean_of_sums(kernels.linear_kl_ce(*x)), "eager": _plain_kl_ce},
             flops=lambda s: _student_flops(s) + _teacher_flops(s),
         ),

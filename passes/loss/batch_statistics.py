@@ -26,7 +26,7 @@ from secc.ir.dialect.ops import CallOp, Computation, GlueOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT
 from secc.passes.loss.loss_context import LossContext
-from secc.passes.loss.numerators import SAMPLE_COUNT_SYMBOL, make_numerator
+from secc.passes.loss.numerators import make_numerator
 from secc.passes.loss.value_states import (
     LOCAL_STATE,
     LocalState,
@@ -35,6 +35,7 @@ from secc.passes.loss.value_states import (
     SumPart,
     ValueState,
 )
+from secc.runtime.plan.schema import SAMPLE_COUNT_SYMBOL
 
 STATISTIC_TARGET = "batch.statistic"  # glue that `SectionModule.statistic` computes
 _MIXED_REMEDY = "apply such a function to sums and means over the whole batch only, not to single samples"

@@ -10,9 +10,7 @@ from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.coefficient import Coefficient, LeafFactor, coefficient_of_factor
 from secc.passes.loss.loss_context import LossContext
 from secc.passes.loss.value_states import SumPart
-
-SAMPLE_COUNT_SYMBOL = "B"
-
+from secc.runtime.plan.schema import SAMPLE_COUNT_SYMBOL
 
 # What gives micro-batches their shares of a part that counts once for the whole batch: a symbol that counts
 # rows, or a scalar of inputs that adds up over samples.

@@ -12,7 +12,7 @@ from secc.runtime.kernels.cross_entropy import linear_cross_entropy, linear_cros
 from secc.runtime.kernels.gated import geglu, swiglu
 from secc.runtime.kernels.gather_scatter_rows import gather_rows, ragged_index, scatter_rows
 from secc.runtime.kernels.kl import linear_kl
-from secc.runtime.kernels.kl_cross_entropy import linear_kl_ce, weighted_linear_kl_ce
+from secc.runtime.kernels.kl_cross_entropy import linear_kl_ce
 from secc.runtime.kernels.launch_tuning import tune
 from secc.runtime.kernels.norms import layer_norm, rms_norm
 from secc.runtime.kernels.rotary import rope, rotate_one
@@ -42,5 +42,4 @@ __all__ = [
     "vocab_parallel_linear_cross_entropy_rows",
     "vocab_parallel_linear_kl",
     "vocab_parallel_linear_kl_ce",
-    "weighted_linear_kl_ce",
 ]

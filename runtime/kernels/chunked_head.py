@@ -4,10 +4,10 @@ gradients.
 Tiling. Rows are processed in chunks. A chunk's logits [rows of the chunk, vocabulary] are one matrix product
 into a buffer that all chunks reuse; small kernels read it (statistics, then loss and gradient), and the
 gradient replaces the logits in place. It yields the chunk's rows of the hidden gradient and a summand of the
-weight's gradient. A teacher's logits, of which no product is made, exist for fewer rows at a time
-(`split_for_teacher`). So memory is O(chunk x vocabulary) for any number of rows, and no FLOP is spent twice:
-gradients are computed together with the loss, for an upstream gradient of one, and backward scales them in
-place. If no gradient is required, only logits are computed.
+weight's gradient. Logits of a teacher get no gradient and need no large products, so they are computed for
+fewer rows at a time (`split_for_teacher`). So memory is O(chunk x vocabulary) for any number of rows, and no
+FLOP is spent twice: gradients are computed together with the loss, for an upstream gradient of one, and
+backward scales them in place. If no gradient is required, only logits are computed.
 
 Rounding. Logits have the dtype of the hidden states, as from PyTorch's linear; everything else is float32.
 Products accumulate in float32. Their sum over chunks is float32 for a float32 weight, also under autocast.
@@ -200,10 +200,12 @@ def make_fake_gradients(
     )
 
 
-def save_gradients(ctx, gradients: Sequence[torch.Tensor], dtypes: tuple[torch.dtype | None, ...]) -> None:
-    """Keeps gradients for `scale_saved_gradients`, with the dtypes to round them to, None where they are not
-    required."""
-    ctx.dtypes = dtypes
+def save_gradients(
+    ctx, gradients: Sequence[torch.Tensor], given: Sequence[torch.Tensor], wants: Sequence[bool]
+) -> None:
+    """Keeps the gradients of `given` for `scale_saved_gradients`, which rounds them to the dtypes of these.
+    `wants`: whether they are required."""
+    ctx.dtypes = tuple(t.dtype if want else None for t, want in zip(given, wants, strict=True))
     ctx.save_for_backward(*gradients)
     # Hooks of saved tensors may give copies back; the references tell whether memory is the one saved here.
     is_plain = all(type(g) is torch.Tensor for g in gradients)

@@ -267,11 +267,9 @@ def _(
 
 
 def _setup_sum_context(ctx, inputs, output):
-    wants = inputs[-3:]
-    dtypes = tuple(t.dtype if want else None for t, want in zip(inputs[:3], wants, strict=True))
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    save_gradients(ctx, output[1:], dtypes)
+    save_gradients(ctx, output[1:], inputs[:3], inputs[-3:])
 
 
 def _backward_of_sum(ctx, upstream, *_):

@@ -97,11 +97,9 @@ def _(
 
 
 def _setup_context(ctx, inputs, output):
-    given, wants = (inputs[0], inputs[1], inputs[4]), inputs[-3:]
-    dtypes = tuple(t.dtype if want else None for t, want in zip(given, wants, strict=True))
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    save_gradients(ctx, output[2:], dtypes)
+    save_gradients(ctx, output[2:], (inputs[0], inputs[1], inputs[4]), inputs[-3:])
 
 
 def _backward(ctx, upstream, *_):

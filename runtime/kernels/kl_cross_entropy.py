@@ -1,13 +1,11 @@
-"""Divergence and cross entropy on one student's head: one pass over its logits yields both.
+"""Divergence and cross entropy on one student's head: one pass over its logits yields both, a second one the
+gradient of their weighted sum.
 
-`weighted_linear_kl_ce` is told the weights of both losses, so it makes the gradient of their weighted sum
-together with the losses, as `linear_kl` does: 2NHV FLOPs for each model's logits and 4NHV for the gradients,
-as unfused.
-
-`linear_kl_ce` returns two sums that the caller may weight in any way. Each has its own upstream gradient,
-known only in backward, which therefore computes both models' logits again and writes the gradient of the
-weighted sum at once: 12NHV FLOPs at equal hidden sizes, where separate losses spend 14NHV and keep two
-gradients of the weight. Seven numbers per row are kept between forward and backward.
+The weights are known only in backward (each sum has its own upstream gradient), so gradients cannot be
+computed with the losses as in `linear_kl`. Backward computes both models' logits again and writes the
+gradient of the weighted sum at once. FLOPs for N rows: 2NHV for each model's logits, twice, and 4NHV for the
+gradients. That is 12NHV at equal hidden sizes; separate losses spend 14NHV and keep two gradients of the
+weight, unfused PyTorch spends 8NHV. Seven numbers per row are kept between forward and backward.
 """
 
 from __future__ import annotations
@@ -35,9 +33,6 @@ from secc.runtime.kernels.chunked_head import (
     choose_chunk_rows,
     default_loss_launch,
     loss_launch_candidates,
-    make_fake_gradients,
-    save_gradients,
-    scale_saved_gradients,
     split_for_teacher,
     split_rows,
 )
@@ -285,84 +280,6 @@ def _backward(ctx, divergence, _, cross_entropy, *__):
 _linear_kl_ce_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-@fused_operator("secc::weighted_linear_kl_ce")
-def _weighted_linear_kl_ce_op(
-    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
-    teacher_weight: torch.Tensor, student_bias: torch.Tensor | None, teacher_bias: torch.Tensor | None,
-    target: torch.Tensor, mask: torch.Tensor | None, share: torch.Tensor, label_share: torch.Tensor,
-    temperature: float, kind: str, beta: float, student_softcap: float, teacher_softcap: float,
-    ignore_index: int, label_smoothing: float, vocabulary: int, want_hidden: bool, want_weight: bool,
-    want_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns (weighted sum, sum of the divergence, sum of the cross entropy, and the gradients of the first
-    by the student's hidden states, weight and bias). `share` and `label_share` are the weights, 0-dim."""
-    name, shards = LINEAR_KL_CE_NAME, VocabGroup()
-    rule, labels = (
-        Divergence(kind, beta, temperature, student_softcap, teacher_softcap),
-        LabelTarget(ignore_index, label_smoothing, student_softcap, 0, vocabulary),
-    )
-    labels.check_labels(target)
-    weights, dtype = weigh_rows(mask, student_hidden), accumulator_dtype(student_hidden.dtype)
-    chunk = choose_chunk_rows(name, student_hidden, student_weight, vocabulary)
-    losses = student_hidden.new_empty(2, student_hidden.shape[0], dtype=dtype)
-    with torch.autocast(student_hidden.device.type, enabled=False):
-        student, teacher = (
-            ChunkedHead(student_hidden, student_weight, student_bias, chunk),
-            ChunkedHead(teacher_hidden, teacher_weight, teacher_bias, chunk),
-        )
-        gradient = ChunkedHeadGradient(student, student_weight, want_hidden, want_weight, want_bias)
-        for rows in split_rows(student_hidden.shape[0], chunk):
-            logits = student.compute_logits(rows)
-            for part, within in split_for_teacher(rows, teacher_hidden, vocabulary):
-                z, teacher_z, here = logits[within], teacher.compute_logits(part), target[part]
-                norms = compute_row_norms(name, z, teacher_z, rule, shards)
-                losses[0, part], inner = compute_row_values(
-                    name, z, teacher_z, norms, weights[part], rule, shards, gradient=False
-                )
-                partials = compute_tile_statistics(z, None, here, labels).unsqueeze(0)
-                losses[1, part], label_norms = compute_row_losses(partials, here, labels)
-                if gradient.is_wanted:
-                    up = RowUpstream(torch.cat([norms, label_norms]), inner.contiguous(), share, label_share)
-                    write_weighted_gradient_(z, teacher_z, weights[part], here, up, rule, labels)
-            if gradient.is_wanted:
-                gradient.add_chunk(rows, logits)
-        divergence, entropy = losses[0].sum(dtype=torch.float64), losses[1].sum(dtype=torch.float64)
-        loss = share * divergence + label_share * entropy
-        return loss.to(dtype), divergence.to(dtype), entropy.to(dtype), *gradient.results(shards)
-
-
-@_weighted_linear_kl_ce_op.register_fake
-def _(
-    student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias, teacher_bias, target, mask,
-    share, label_share, temperature, kind, beta, student_softcap, teacher_softcap, ignore_index,
-    label_smoothing, vocabulary, want_hidden, want_weight, want_bias,
-):  # fmt: skip
-    chunk = choose_chunk_rows(LINEAR_KL_CE_NAME, student_hidden, student_weight, vocabulary)
-    gradients = make_fake_gradients(
-        student_hidden, student_weight, chunk, want_hidden, want_weight, want_bias
-    )
-    new = student_hidden.to(accumulator_dtype(student_hidden.dtype)).new_empty
-    return new(()), new(()), new(()), *gradients
-
-
-def _setup_weighted_context(ctx, inputs, output):
-    given, wants = (inputs[0], inputs[1], inputs[4]), inputs[-3:]
-    dtypes = tuple(t.dtype if want else None for t, want in zip(given, wants, strict=True))
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    save_gradients(ctx, output[3:], dtypes)
-
-
-def _backward_of_weighted(ctx, upstream, *_):
-    if upstream is None:
-        return (None,) * 21
-    hidden, weight, bias = scale_saved_gradients(ctx, upstream)
-    return hidden, weight, None, None, bias, *(None,) * 16
-
-
-_weighted_linear_kl_ce_op.register_autograd(_backward_of_weighted, setup_context=_setup_weighted_context)
-
-
 def linear_kl_ce(
     student_hidden: torch.Tensor,
     student_weight: torch.Tensor,
@@ -396,52 +313,6 @@ def linear_kl_ce(
     )  # fmt: skip
 
 
-def weighted_linear_kl_ce(
-    student_hidden: torch.Tensor,
-    student_weight: torch.Tensor,
-    teacher_hidden: torch.Tensor,
-    teacher_weight: torch.Tensor,
-    target: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    *,
-    weights: tuple[float | torch.Tensor, float | torch.Tensor],
-    temperature: float = 1.0,
-    kind: DivergenceKind = "forward",
-    beta: float = 0.5,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    student_bias: torch.Tensor | None = None,
-    teacher_bias: torch.Tensor | None = None,
-    student_softcap: float | None = None,
-    teacher_softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A loss of known weights: returns (weights[0] times the divergence plus weights[1] times the cross
-    entropy, the sum of the divergence, the sum of the cross entropy), all 0-dim.
-
-    Other arguments and shapes as of `linear_kl_ce`; `weights` are numbers or 0-dim tensors on the same
-    device. Only the first result has a gradient, and backward can run once only. Fewer FLOPs than
-    `linear_kl_ce`, because no logits are computed again. Raises UserError as it does.
-    """
-    rule = Divergence(kind, beta, temperature, student_softcap or 0.0, teacher_softcap or 0.0)
-    labels = LabelTarget(ignore_index, label_smoothing, student_softcap or 0.0, 0, student_weight.shape[0])
-    heads = student_hidden, student_weight, teacher_hidden, teacher_weight
-    biases = student_bias, teacher_bias
-    operands = _check_and_flatten(*heads, target, mask, biases, rule, labels)
-    dtype = accumulator_dtype(student_hidden.dtype)
-    shares = (
-        w.detach().to(dtype) if isinstance(w, torch.Tensor) else student_hidden.new_full((), w, dtype=dtype)
-        for w in weights
-    )
-    given = student_hidden, student_weight, student_bias
-    wants = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in given]
-    loss, divergence, entropy, *_ = _weighted_linear_kl_ce_op(
-        *operands, *shares, rule.temperature, rule.kind, rule.beta, rule.student_softcap,
-        rule.teacher_softcap, labels.ignore_index, labels.label_smoothing,
-        labels.vocabulary, *wants,
-    )  # fmt: skip
-    return loss, divergence, entropy
-
-
 def sharded_linear_kl_ce(
     student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
     teacher_weight: torch.Tensor, target: torch.Tensor, mask: torch.Tensor | None, biases: Biases,
@@ -449,25 +320,14 @@ def sharded_linear_kl_ce(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`linear_kl_ce` on the tokens of both vocabularies that this rank of `group` holds: weights are [v, H]
     and [v, K], `biases` (the student's and the teacher's) [v], the other shapes are the same."""
-    operands = _check_and_flatten(
-        student_hidden, student_weight, teacher_hidden, teacher_weight, target, mask, biases, rule, labels
-    )
-    outputs = _linear_kl_ce_op(
-        *operands, rule.temperature, rule.kind, rule.beta, rule.student_softcap, rule.teacher_softcap,
-        labels.ignore_index, labels.label_smoothing, labels.first_token, labels.vocabulary, group,
-    )  # fmt: skip
-    return outputs[0], outputs[1], outputs[2], outputs[3]
-
-
-def _check_and_flatten(
-    student_hidden: torch.Tensor, student_weight: torch.Tensor, teacher_hidden: torch.Tensor,
-    teacher_weight: torch.Tensor, target: torch.Tensor, mask: torch.Tensor | None, biases: Biases,
-    rule: Divergence, labels: LabelTarget,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """Raises UserError unless the arguments fit. Returns operands of both operators in their order, with rows
-    in one dim."""
     check_head_pair(
         LINEAR_KL_CE_NAME, student_hidden, student_weight, teacher_hidden, teacher_weight, mask, biases
+    )
+    student_bias, teacher_bias = biases
+    student_hidden, teacher_hidden, teacher_weight = (
+        cast_as_autocast(student_hidden),
+        cast_as_autocast(teacher_hidden.detach()),
+        teacher_weight.detach(),
     )
     rule.check_options(LINEAR_KL_CE_NAME)
     labels.check_options(LINEAR_KL_CE_NAME)
@@ -478,13 +338,15 @@ def _check_and_flatten(
     check_argument(
         not target.is_floating_point(), f"{LINEAR_KL_CE_NAME}: targets are token numbers, not {target.dtype}"
     )
-    student_bias, teacher_bias = biases
-    return (
-        as_rows(cast_as_autocast(student_hidden)), student_weight,
-        as_rows(cast_as_autocast(teacher_hidden.detach())), teacher_weight.detach(), student_bias,
+    outputs = _linear_kl_ce_op(
+        as_rows(student_hidden), student_weight, as_rows(teacher_hidden), teacher_weight, student_bias,
         None if teacher_bias is None else teacher_bias.detach(), target.reshape(-1),
-        None if mask is None else mask.reshape(-1),
+        None if mask is None else mask.reshape(-1), rule.temperature, rule.kind, rule.beta,
+        rule.student_softcap, rule.teacher_softcap, labels.ignore_index, labels.label_smoothing,
+        labels.first_token, labels.vocabulary,
+        group,
     )  # fmt: skip
+    return outputs[0], outputs[1], outputs[2], outputs[3]
 
 
 def _make_trial(rows: int, size: int, dtype: torch.dtype, device: torch.device):

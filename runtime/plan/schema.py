@@ -25,6 +25,7 @@ _LOG_PREFIX = "log:"
 OVERLAPS = ("none", "backward", "both")  # which sums over tp travel behind products (`Section.overlap`)
 PLACEMENTS = ("loop", "v")  # of several chunks of layers on the ranks of a pipeline (`rank_position`)
 STATISTIC_PREFIX, GATHERED_PREFIX = "batch:", "rows:"
+SAMPLE_COUNT_SYMBOL = "B"  # the size that counts samples
 ALL_SAMPLES = "all_samples"  # the size of a global batch, in ops on rows that were gathered
 # Raised whenever an older plan would be read wrongly: its plan.json or its section modules.
 PLAN_VERSION = 3

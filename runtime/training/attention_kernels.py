@@ -12,10 +12,9 @@ import os
 
 import torch
 
-from secc.runtime.plan.schema import Plan
+from secc.runtime.plan.schema import SAMPLE_COUNT_SYMBOL, Plan
 
 KEEP_VARIABLE = "SECC_CUDNN_ATTENTION"  # "1" leaves PyTorch's choice as it is
-SAMPLES_SYMBOL = "B"
 
 
 def choose_attention_kernels(plan: Plan) -> None:
@@ -26,4 +25,4 @@ def choose_attention_kernels(plan: Plan) -> None:
 
 def has_uneven_samples(plan: Plan) -> bool:
     """Whether any size of the inputs besides the number of samples differs from batch to batch."""
-    return any(symbol.name != SAMPLES_SYMBOL for symbol in plan.symbols)
+    return any(symbol.name != SAMPLE_COUNT_SYMBOL for symbol in plan.symbols)

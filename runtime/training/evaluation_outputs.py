@@ -21,11 +21,10 @@ from secc.runtime.errors import UserError
 from secc.runtime.plan.batch_sizes import combine_sizes
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.replica_routes import ranks_by_replica
-from secc.runtime.plan.schema import Edge, Plan, SectionOutput
+from secc.runtime.plan.schema import SAMPLE_COUNT_SYMBOL, Edge, Plan, SectionOutput
 from secc.runtime.plan.step_program import MicroBatch, SampleMeta, Schedule
 
 KeptTensors = Mapping[tuple[str, int], torch.Tensor]  # by output and micro-batch
-_SAMPLE_COUNT = "B"  # the symbol of the number of samples: a dim of one row per sample
 
 
 @dataclass(frozen=True)
@@ -160,4 +159,4 @@ def _unpack_piece(piece: _OutputPiece, content: torch.Tensor) -> Iterator[tuple[
         count = prod(shape)
         rows = values[start : start + count].view(shape)
         start += count
-        yield sample, rows.squeeze(piece.output.dim) if piece.output.rows == _SAMPLE_COUNT else rows
+        yield sample, rows.squeeze(piece.output.dim) if piece.output.rows == SAMPLE_COUNT_SYMBOL else rows

@@ -69,11 +69,11 @@ def time_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: An
     with join_training(plan, rank, world, port, steps + PROFILED_STEPS) as (context, trainer, batches):
         device, figures = context.device, dict[str, float]()
 
-        def planned() -> object:
+        def train_planned_step() -> object:
             return trainer.train_step(next(batches))
 
         for _ in range(WARM_UP_STEPS):
-            planned()
+            train_planned_step()
         if device.type == "cuda":
             figures["memory"] = torch.cuda.max_memory_allocated(device) / 2**30
         user = load_model_file(context.user_model.path)
@@ -81,7 +81,7 @@ def time_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: An
         for _ in range(WARM_UP_STEPS):
             plain.train_step()
         before = _allocation_retries(device)
-        trainers = planned, plain.train_step
+        trainers = train_planned_step, plain.train_step
         times = [tuple(time_step(step, device)[0] for step in trainers) for _ in range(steps)]
         ours, theirs = zip(*times, strict=True)
         figures |= {"seconds": median(ours), "plain seconds": median(theirs)}
@@ -93,7 +93,7 @@ def time_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: An
                 time_step(plain.train_step, device)[0] for _ in range(steps)
             )
             torch.backends.cuda.enable_cudnn_sdp(False)
-            figures["busy"] = _device_seconds(planned)
+            figures["busy"] = _device_seconds(train_planned_step)
             figures["plain busy"] = _device_seconds(plain.train_step)
         pipe.send(figures)
 

@@ -177,7 +177,7 @@ def test_no_grad_saves_nothing() -> None:
 
 
 class Positioned(nn.Module):
-    """Adds learned positions, of which it has few."""
+    """Adds learned positions from a table of few rows."""
 
     def __init__(self, places: int) -> None:
         super().__init__()

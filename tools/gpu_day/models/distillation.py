@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import transformers as T
 from torch import nn
 
-from tools.gpu_day.models.sizes import Samples, build, choose, decoder, learnable_tokens
+from tools.gpu_day.models.sizes import Samples, build_model, choose, decoder, learnable_tokens
 
 
 class Distillation(nn.Module):
@@ -44,10 +44,10 @@ def model() -> nn.Module:
         }
     )
 
-    def make(layers: int, hidden: int, heads: int, ffn: int) -> nn.Module:
+    def make_decoder(layers: int, hidden: int, heads: int, ffn: int) -> nn.Module:
         return decoder(T.Qwen3Config, layers, hidden, heads, ffn, head_dim=hidden // heads)
 
-    return build(lambda: Distillation(make(*teacher), make(*student)))
+    return build_model(lambda: Distillation(make_decoder(*teacher), make_decoder(*student)))
 
 
 def _sample(generator: torch.Generator, length: int) -> dict[str, torch.Tensor]:

@@ -6,7 +6,15 @@ import torch
 import transformers as T
 from torch import nn
 
-from tools.gpu_day.models.sizes import DTYPE, TOKENS, VOCABULARY, Samples, build, choose, learnable_tokens
+from tools.gpu_day.models.sizes import (
+    DTYPE,
+    TOKENS,
+    VOCABULARY,
+    Samples,
+    build_model,
+    choose,
+    learnable_tokens,
+)
 
 IMAGE, PATCH = choose({"small": (16, 8), "train": (224, 14), "layers": (336, 14)})
 PLACES = (IMAGE // PATCH) ** 2
@@ -40,7 +48,7 @@ def model() -> nn.Module:
         use_cache=False,
     )
     config = T.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN)
-    return build(lambda: T.LlavaForConditionalGeneration(config))
+    return build_model(lambda: T.LlavaForConditionalGeneration(config))
 
 
 def _sample(generator: torch.Generator, length: int) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ TOKENS = choose({"small": 24, "train": 128, "layers": 2048})
 VOCABULARY = choose({"small": 200, "train": 32_000, "layers": 151_936})
 
 
-def build(make: Callable[[], nn.Module]) -> nn.Module:
+def build_model(make: Callable[[], nn.Module]) -> nn.Module:
     """Builds a model in this size's dtype. Large ones are made without values and then filled with slices of
     one piece of noise, since drawing billions of numbers takes minutes on one core."""
     if SIZE == "small":
