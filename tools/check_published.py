@@ -213,6 +213,8 @@ def predict_rows(
 
     keep: a folder where the IR of each decoder stays; existing files are read instead of compiling again.
     """
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
     by_model: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_model[json.dumps([row["arch"], row["dtype"]])].append(row)

@@ -172,6 +172,8 @@ def estimate_longest_time(work: Workload, ranks: int, pins: Pins, free: bool = T
         times: list[int] = []
         for shape in parallel_shapes(work, load, pins, ranks, free):
             most = min(ranks // shape.ranks, work.global_batch)
+            if (pins.pinned_number(name, "dp") or 1) > most:
+                continue  # possible with smaller replicas, or refused where candidates are listed
             counts = candidate_pruning.replica_counts(shape.ranks, ranks, work.cluster.per_node, most)
             dp = max(pins.dp_choices(name, most, counts), default=0)
             sizes, _ = _micro_batch_limits(work, load, pins, -(-work.active_sample_count(load) // max(1, dp)))

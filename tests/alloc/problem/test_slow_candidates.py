@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from secc.alloc.problem.build_problem import build_problem, estimate_longest_time
+import pytest
+
+from secc.alloc.problem.build_problem import build_problem, estimate_longest_time, parallel_shapes
 from secc.alloc.problem.pins import Pins
 from secc.alloc.solver.cpsat_model import solve_allocation
+from secc.errors import UserError
 from tests.alloc.explain.test_least_step import staged_problem
 
 RANKS = 64
@@ -31,3 +34,17 @@ def test_the_limit_leaves_room_for_plans_that_take_twice_the_best_one() -> None:
     best = solve_allocation(build_problem(work, RANKS, "auto", Pins(), most_ns=limit))
     assert limit is not None and best is not None and 2 * best.time_ns <= limit
     assert estimate_longest_time(staged_problem(8)[0], 8, Pins()) is None
+
+
+def test_pinned_replicas_are_possible_although_there_are_shapes_of_too_many_ranks_for_them() -> None:
+    work, _ = staged_problem(RANKS)  # 16 samples a step
+    name = "lm"
+    assert any(RANKS // shape.ranks < 16 for shape in parallel_shapes(work, work.loads[name], Pins(), RANKS))
+    pins = Pins({name: {"dp": 16}})
+    limit = estimate_longest_time(work, RANKS, pins)
+    assert limit is not None
+    priced = build_problem(work, RANKS, "auto", pins, most_ns=limit).sections[name]
+    assert priced and {c.dp for c in priced} == {16}
+    too_many = Pins({name: {"dp": 17}})
+    with pytest.raises(UserError, match=r"lm.dp=17 is impossible: there are ranks and samples for"):
+        build_problem(work, RANKS, "auto", too_many, most_ns=estimate_longest_time(work, RANKS, too_many))
