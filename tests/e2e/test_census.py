@@ -12,11 +12,18 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import torch
+from torch import nn
+from transformers import CLIPVisionConfig, Sapiens2Config
+
 from tools.census import row_processes
+from tools.census.catalog import STAGES
+from tools.census.documented import documented_inputs
 from tools.census.results import ResultFile
 from tools.census.row_check import Outcome, RowResult, check_row
 from tools.census.row_processes import Limits, run_rows
 from tools.census.rows import rows
+from tools.census.small_configs import small_config
 from tools.census.table import read_table, write_table
 
 QUICK = ("causal/gpt2", "masked/albert", "hidden-states/clip_text_model")
@@ -36,6 +43,36 @@ def test_no_model_type_fails(name: str) -> None:
     result = check_row(name)
     assert result.outcome is not Outcome.FAILED, result
     assert result.outcome is not Outcome.REFUSED or result.remedy
+
+
+class _Documented(nn.Module):
+    def forward(self, states: torch.Tensor, steps: torch.Tensor | None = None, **kwargs: object) -> None:
+        """Inputs.
+
+        states (`torch.FloatTensor` of shape `(batch_size, episode_length, hidden_size)`):
+            Where it is.
+        steps (`torch.LongTensor` of shape `[batch_size, episode_length + 1]`, *optional*):
+            When.
+        position_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Not a parameter of forward.
+        """
+
+
+def test_inputs_are_drawn_as_documented() -> None:
+    drawn = {
+        name: draw(torch.Generator().manual_seed(0))
+        for name, draw in documented_inputs(_Documented(), CLIPVisionConfig(hidden_size=24))
+    }
+    assert {n: {k: tuple(v.shape) for k, v in s.items()} for n, s in drawn.items()} == {
+        "required inputs": {"states": (16, 24)},
+        "documented inputs": {"states": (16, 24), "steps": (17,)},
+    }
+    assert drawn["documented inputs"]["steps"].dtype == torch.long
+
+
+def test_lists_with_an_entry_for_each_layer_fit_models_made_deeper() -> None:
+    config = small_config(Sapiens2Config, stages=STAGES)
+    assert len(config.num_key_value_heads_per_layer) == config.num_hidden_layers == STAGES
 
 
 @pytest.mark.slow

@@ -27,7 +27,8 @@ from tools.census.batches import (
     sometimes,
     words,
 )
-from tools.census.small_configs import IMAGE, LABELS, MELS, PATCH
+from tools.census.documented import documented_inputs
+from tools.census.small_configs import HIDDEN, IMAGE, LABELS, MELS, PATCH
 from tools.zoo_models.entry import Sample
 from tools.zoo_models.samples import IGNORED, integer
 
@@ -124,12 +125,19 @@ def recipes(task: str, model: nn.Module) -> Iterator[Recipe]:
     """The recipes of a task."""
     names, config = parameters_of(model), getattr(model, "wrapped", model).config
     text = "input_ids" in names
+    if type(getattr(model, "wrapped", model)).forward is nn.Module.forward:
+        raise NotImplementedError("the class has no forward")
     if task == "hidden":
         yield from _plain_inputs(names, config)
+        yield from _rare_inputs(names, config)
+        for name, draw in documented_inputs(getattr(model, "wrapped", model), config):
+            yield Recipe(name, draw, Batching())
         return
     label = _LABELS.get(task)
     if task == "causal" and "num_codebooks" in vars(config):
         yield Recipe("codes", _codes(config), Batching(joined=frozenset({"input_ids"})))
+    if task == "seq2seq" and "decoder_input_ids" not in names:
+        task = "multimodal"
     if task in ("causal", "masked", "seq2seq", "multimodal"):
         yield from _language(task, names, config, model)
         if task != "seq2seq" and "decoder_input_ids" in names:
@@ -145,10 +153,71 @@ def recipes(task: str, model: nn.Module) -> Iterator[Recipe]:
                 yield _with_labels(base, label, config)
         if task == "ctc" and "decoder_input_ids" in names:
             label = _transducer_labels
+        if task == "span" and "start_positions" not in names:
+            label = _label
         for base in _plain_inputs(
             names - {"decoder_input_ids"}, config, choices=2 if task == "choice" else 0
         ):
             yield _with_labels(base, label, config)
+        for name, draw in documented_inputs(model, config):
+            yield _with_labels(Recipe(name, draw, Batching()), label, config)
+
+
+def _rare_inputs(names: set[str], config: Any) -> Iterator[Recipe]:
+    """Inputs that few models take: pairs of images, patches with places, sounds of codecs, hidden states."""
+    channels, size, _ = image_shape(config)
+    places = next((k for k in ("pixel_position_ids", "image_position_ids") if k in names), None)
+    if places is not None:
+        draw = _placed_patches(config, places)
+        yield Recipe("images as padded patches", draw, Batching(joined=frozenset({"pixel_values", places})))
+    elif "pixel_values" in names:
+        for side in dict.fromkeys((size, 64)):
+            yield Recipe("pairs of images", _drawn("pixel_values", 2, channels, side, side), Batching())
+    if {"input_values", "input_features"} <= names:
+        for mels in (int(config_value(config, "feature_projection_input_dim", default=MELS)),):
+
+            def both(g: torch.Generator, mels: int = mels) -> Sample:
+                return {"input_values": noise(g, 1, 3200), "input_features": noise(g, 20, mels)}
+
+            yield Recipe("sounds and spectrograms", both, Batching())
+    elif "input_values" in names:
+        yield Recipe("longer sounds with a channel", _drawn("input_values", 1, 3840), Batching())
+    if "audio_mel" in names:
+        bins = int(config_value(config, "input_feat_size", default=MELS))
+
+        def mel(g: torch.Generator) -> Sample:
+            return {"audio_mel": noise(g, 64, bins), "audio_mel_mask": torch.zeros(64, dtype=torch.bool)}
+
+        yield Recipe("spectrograms and masks", mel, Batching())
+    if "is_longer" in names:
+        bins = int(config_value(config, "num_mel_bins", default=MELS))
+        for length in (64, 256):
+
+            def longer(g: torch.Generator, length: int = length) -> Sample:
+                sample: Sample = {"input_ids": words(g, FIXED)} if "input_ids" in names else {}
+                return sample | {
+                    "input_features": noise(g, 1, length, bins),
+                    "is_longer": torch.tensor([True]),
+                }
+
+            yield Recipe("spectrograms with a channel", longer, Batching())
+    if "spectrogram_labels" in names:
+        bins = int(config_value(config, "num_mel_bins", default=MELS))
+
+        def spoken(g: torch.Generator) -> Sample:
+            return {
+                "input_ids": words(g, FIXED),
+                "duration_labels": torch.full((FIXED[0],), 2),
+                "spectrogram_labels": noise(g, 2 * FIXED[0], bins),
+                "pitch_labels": noise(g, FIXED[0], 1),
+                "energy_labels": noise(g, FIXED[0], 1),
+            }
+
+        yield Recipe("text, durations, pitches and spectrograms", spoken, Batching())
+    if "hidden_states" in names and "pixel_values" not in names:
+        hidden = int(config_value(config, "hidden_size", default=HIDDEN))
+        for shape in ((16, hidden), (hidden, 16), (1, 640)):
+            yield Recipe("hidden states", _drawn("hidden_states", *shape), Batching())
 
 
 def _with_labels(
@@ -255,7 +324,7 @@ _LABELS: dict[str, Callable[[torch.Generator, Sample, Any], Sample]] = {
 
 def image_shape(config: Any) -> tuple[int, int, int]:
     """Channels, height and width of an image."""
-    size = config_value(config, "image_size", default=IMAGE)
+    size = config_value(config, "image_size", "max_img_size", default=IMAGE)
     channels = config_value(config, "num_channels", "in_channels", "in_chans", default=3)
     return int(channels), int(size), int(size)
 
@@ -288,6 +357,10 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
 
             yield Recipe("text and image", pair, Batching({"input_ids": 0, "bbox": 0}, masks=masked))
         yield from _texts(names, config, choices)
+        return
+    if {"input_ids", "pixel_values_videos"} <= names and "pixel_values" not in names:
+        for seen in _plain_inputs(names - {"input_ids"}, config):
+            yield _with_text(seen)
         return
     if "input_ids" in names and names & _HEARD and "pixel_values" not in names:
         for heard in _plain_inputs(names - {"input_ids"}, config):
@@ -451,11 +524,27 @@ def _patches_with_grids(names: set[str], config: Any) -> Iterator[Recipe]:
         return {key: noise(g, h * w, channels, patch, patch), grid: torch.tensor([[1, h, w]])}
 
     yield Recipe("square image patches", square_patches, Batching(joined=frozenset({key, grid})))
+    blocks = _image_blocks(config, key, grid)
+    yield Recipe("image blocks", blocks, Batching(joined=frozenset({key, grid})))
 
 
-def _placed_patches(config: Any) -> Draw:
-    """Images of two sizes as patches with their places (x, y); padding has the place (-1, -1)."""
-    channels, patch = image_shape(config)[0], int(config_value(config, "patch_size", default=PATCH))
+def _image_blocks(config: Any, key: str, grid: str) -> Draw:
+    """Images as one square of pixels, channels last, for each token; grids count tokens."""
+    channels = image_shape(config)[0]
+    patch = int(config_value(config, "patch_size", default=14))
+    merge = int(config_value(config, "spatial_merge_size", "merge_size", "merge_kernel_size", default=2))
+
+    def blocks(g: torch.Generator) -> Sample:
+        h, w = integer(g, 1, 3), integer(g, 1, 3)
+        return {key: noise(g, h * w, merge * patch, merge * patch, channels), grid: torch.tensor([[1, h, w]])}
+
+    return blocks
+
+
+def _placed_patches(config: Any, key: str = "image_position_ids") -> Draw:
+    """Images of two sizes as patches with their places (x, y) as `key`; padding has the place (-1, -1)."""
+    channels = image_shape(config)[0]
+    patch = int(config_value(config, "model_patch_size", "patch_size", default=PATCH))
     side = int(config_value(config, "pooling_kernel_size", default=3))
     most = 2 * side * side
 
@@ -465,7 +554,7 @@ def _placed_patches(config: Any) -> Draw:
         x, y = torch.meshgrid(torch.arange(wide), torch.arange(side), indexing="xy")
         places[0, : wide * side] = torch.stack([x.flatten(), y.flatten()], 1)
         pixels = noise(g, 1, most, channels * patch * patch) * (places[..., :1] >= 0)
-        return {"pixel_values": pixels, "image_position_ids": places}
+        return {"pixel_values": pixels, key: places}
 
     return patches
 
@@ -591,6 +680,7 @@ def _image_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Mod
             return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, h, w]])}
 
         forms.append(("square image patches", square_patches))
+        forms.append(("image blocks", _image_blocks(config, "pixel_values", "image_grid_thw")))
     elif "image_position_ids" in names:
         forms.append(("images as padded patches", _placed_patches(config)))
     else:
@@ -607,6 +697,7 @@ def _image_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Mod
                     },
                 )
             )
+            forms.append(("masked image tiles", _masked_tiles(channels, height, width)))
         forms.append(("images", lambda g: {"pixel_values": noise(g, 1, channels, height, width)} | extra))
         forms.append(
             ("image tiles", lambda g: {"pixel_values": noise(g, 1, 2, channels, height, width)} | extra)
@@ -616,6 +707,19 @@ def _image_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Mod
         if count is not None:
             keys = frozenset(draw(torch.Generator().manual_seed(0)))
             yield Modality(name, draw, keys, int(token), count, around)
+
+
+def _masked_tiles(channels: int, height: int, width: int) -> Draw:
+    """Images of one or two tiles, padded to two, and which tiles there are."""
+
+    def tiles(g: torch.Generator) -> Sample:
+        mask = torch.arange(2)[None] < integer(g, 1, 3)
+        return {
+            "pixel_values": noise(g, 1, 2, channels, height, width) * mask[..., None, None, None],
+            "pixel_attention_mask": mask,
+        }
+
+    return tiles
 
 
 def _sound_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Modality]:
@@ -641,6 +745,19 @@ def _sound_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Mod
         if count is not None:
             keys = frozenset(sound(torch.Generator().manual_seed(0)))
             yield Modality("sounds", sound, keys, int(token), count, typed=3)
+            if mask == "input_features_mask":
+                masked = _with_feature_mask(sound, count, mask)
+                yield Modality("sounds with masked features", masked, keys, int(token), count, typed=3)
+
+
+def _with_feature_mask(sound: Draw, count: Callable[[Sample], int], key: str) -> Draw:
+    """Sounds with a mask of their features in place of one of their spectrograms."""
+
+    def masked(g: torch.Generator) -> Sample:
+        sample = {k: v for k, v in sound(g).items() if k != key}
+        return sample | {key: torch.ones(1, count(sample), dtype=torch.long)}
+
+    return masked
 
 
 def _feature_count(model: nn.Module, method: str, draw: Draw) -> Callable[[Sample], int] | None:

@@ -88,6 +88,7 @@ _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1,
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "depth")
+_COUNTED = ("num_hidden_layers", "num_layers", "n_layer")
 _LAYER_CHOICES = (
     "backbone_out_indices",
     "window_block_indices",
@@ -185,6 +186,53 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "kimi_k25_vision": {"pos_emb_height": 8, "pos_emb_width": 8},
     "longcat_flash": {"qk_head_dim": 2 * HIDDEN // HEADS},
+    "cvt": {"depth": (1, 2, 3)},  # a stage's number is an index into its own layers
+    "depth_pro": {
+        "patch_size": IMAGE,
+        "intermediate_hook_ids": (1, 0),
+        "intermediate_feature_dims": (HIDDEN, HIDDEN),
+        "scaled_images_feature_dims": (HIDDEN, HIDDEN, HIDDEN),
+        "fusion_hidden_size": HIDDEN,
+    },
+    "efficientloftr": {"stage_num_blocks": [1, 1, 1, 1], "out_features": [16, 16, 32, HIDDEN]},
+    **{t: {"upsample_groups": HIDDEN} for t in ("mimi_decoder", "pocket_tts_audio_tokenizer_decoder")},
+    "muse_spark_audio": {"num_hidden_layers": 4, "patch_sizes": (4, 2, 2, 2)},
+    "seggpt": {
+        "image_size": (2 * IMAGE, IMAGE),
+        "merge_index": 0,
+        "intermediate_hidden_state_indices": (1,),
+    },
+    "t5gemma2_text": {"dropout_rate": 0.0},  # as in the whole model
+    "tvp": {"visual_prompt_size": 16, "max_img_size": 64},
+    "apertus1p5": {"image_token_offset": WORDS + 10, "audio_token_offset": WORDS + 26},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 16},
+    "wavtokenizer_encoder": {"codebook_size": 16},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "emu3": {
+        "vocabulary_map": {"<image>": WORDS, "<|extra_200|>": WORDS + 1}
+        | {f"<|visual token {i:06d}|>": WORDS + 2 + i for i in range(HIDDEN)}
+    },
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]},
+        "moe_intermediate_size": [HIDDEN, HIDDEN],
+    },
+    "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]], "downsample_rate": "2/4"},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "step3p5": {"sliding_window": 8},
+    "neomme": {"head_dim": 16},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": HIDDEN // 4}},
+    **{
+        t: {"downsampling_ratios": (2, 4), "depths": (1, 1, 1), "num_filters": 16}
+        for t in (
+            "vibevoice_acoustic_tokenizer",
+            "vibevoice_acoustic_tokenizer_encoder",
+            "vibevoice_acoustic_tokenizer_decoder",
+        )
+    },
+    "vits": {"vocab_size": VOCABULARY},
+    "tipsv2_dpt": {"backbone_config": {"reshape_hidden_states": False}},
+    "moonshine_streaming": {"num_key_value_heads": HEADS},  # as in the published files
 }
 
 
@@ -241,9 +289,16 @@ def _small_values(
         new = _small_value(name, old, config, tokens, sizes)
         if new is not old:
             values[name] = new
-    _fit_layer_types(config, values)
+    per_layer = _fit_layer_types(config, values)
     _fit_layer_choices(config, values, stages)
-    return values | copy.deepcopy(EXCEPTIONS.get(config.model_type, {}))
+    _fit_lengths(values, per_layer)
+    for name, value in EXCEPTIONS.get(config.model_type, {}).items():
+        part = values.get(name)
+        if isinstance(part, T.PreTrainedConfig) and isinstance(value, dict):
+            values[name] = type(part)(**_small_values(vars(config)[name], tokens, sizes) | value)
+        else:
+            values[name] = copy.deepcopy(value)
+    return values
 
 
 def _small_value(name: str, old: Any, config: T.PreTrainedConfig, tokens: Tokens, sizes: Sizes) -> Any:
@@ -323,11 +378,12 @@ def _fit_layer_choices(config: T.PreTrainedConfig, values: dict[str, Any], stage
             values[name] = [i for i in old if i < values[layers]]
 
 
-def _fit_layer_types(config: T.PreTrainedConfig, values: dict[str, Any]) -> None:
-    """Gives lists with an entry for each layer one of each kind that occurs; at least two layers."""
-    layers = next((n for n in ("num_hidden_layers", "num_layers", "n_layer") if n in values), None)
+def _fit_layer_types(config: T.PreTrainedConfig, values: dict[str, Any]) -> list[str]:
+    """Gives lists with an entry for each layer one of each kind that occurs; at least two layers. Returns
+    their names."""
+    layers = next((n for n in _COUNTED if n in values), None)
     if layers is None:
-        return
+        return []
     old = getattr(config, layers)
     lists = {
         n: v
@@ -341,3 +397,12 @@ def _fit_layer_types(config: T.PreTrainedConfig, values: dict[str, Any]) -> None
         values[n] = list(column)
     if chosen:
         values[layers] = len(chosen)
+    return list(lists) if chosen else []
+
+
+def _fit_lengths(values: dict[str, Any], per_layer: list[str]) -> None:
+    """Repeats the entries of lists with one for each layer where there are more layers by now."""
+    count = next((values[n] for n in _COUNTED if n in values), 0)
+    for name in per_layer:
+        entries = values[name]
+        values[name] = (entries * count)[: max(count, len(entries))]
