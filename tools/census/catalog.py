@@ -153,6 +153,7 @@ class ModelRow(TaskRow):
     model_type: str
     class_name: str
     sizes: Sizes = Sizes.ALL
+    part: str = ""  # of the model, if not all of it
 
     def entry(self) -> RowEntry:
         """The model at the first sizes that plain PyTorch trains."""
@@ -174,7 +175,8 @@ class ModelRow(TaskRow):
                 count = sum(p.numel() for p in getattr(T, self.class_name)(config).parameters())
             if count > MOST_PARAMETERS:
                 raise ValueError(f"the model has {count:,} parameters")
-        model = to_training(getattr(T, self.class_name)(config))
+        model = getattr(T, self.class_name)(config)
+        model = to_training(getattr(model, self.part) if self.part else model)
         return HiddenStates(model) if self.task == "hidden" else model
 
 
@@ -228,8 +230,12 @@ class HiddenStates(nn.Module):
 
 
 def first_states(output: Any) -> torch.Tensor:
-    """The first floating-point tensor of a model's output that has positions or channels."""
-    return next(v for v in _tensors(output) if v.is_floating_point() and v.dim() > 1)
+    """The first floating-point tensor of a model's output that has positions or channels. Raises RecipeError
+    if there is none."""
+    for value in _tensors(output):
+        if value.is_floating_point() and value.dim() > 1:
+            return value
+    raise RecipeError("forward gives integers only, and no loss that trains")
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

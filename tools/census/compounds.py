@@ -33,6 +33,7 @@ from tools.zoo_models.samples import IGNORED
 _FEATURE = VOCABULARY - 1  # the token where a tower's features go
 _TEXT = dict(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN)
 ADAPTED = ("llama", "qwen2", "mistral", "gemma2", "gpt2", "opt", "gpt_neox", "bloom", "phi", "falcon")
+_OF_CODES = ("musicgen", "musicgen_melody")  # several codes for each step: no vocabulary of a Llama's
 ADAPTERS = ("lora", "dora", "ia3", "prompt", "prefix")
 
 
@@ -348,7 +349,7 @@ def compound_rows() -> dict[str, Row]:
     causal = {
         n.partition("/")[2]: r
         for n, r in known.items()
-        if n.startswith("causal/") and isinstance(r, ModelRow)
+        if n.startswith("causal/") and isinstance(r, ModelRow) and r.model_type not in _OF_CODES
     }
     rows = dict[str, Row]()
     for role in ("teacher", "student"):
@@ -364,7 +365,9 @@ def compound_rows() -> dict[str, Row]:
             kind = inside if inside in bases else model_type
             base = bases[kind] if isinstance(bases[kind], str) else bases[kind][0]
             part = base.removesuffix("Model") + "VisionModel"
-            own = ModelRow(name, "base", kind, part if hasattr(T, part) else base)
+            taken = part if hasattr(T, part) else base
+            decodes = "decoder_input_ids" in inspect.signature(getattr(T, taken).forward).parameters
+            own = ModelRow(name, "base", kind, taken, part="encoder" if decodes else "")
             rows[f"tower/{model_type}"] = TowerRow(f"tower/{model_type}", own)
     for class_name in DIFFUSERS:
         rows[f"diffusers/{class_name}"] = DiffusersRow(f"diffusers/{class_name}", class_name)

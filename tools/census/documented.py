@@ -17,13 +17,16 @@ import torch
 from torch import nn
 
 from tools.census.batches import Draw, noise, words
+from tools.census.small_configs import IMAGE
 from tools.zoo_models.entry import Sample
 
 LENGTH = 16  # of every dim that is a length
-CLASSES = 3  # of integers that are no tokens
+CLASSES = 2  # of integers that are no tokens
 _ENTRY = re.compile(
-    r"^\s*(\w+) \(`torch\.(\w*Tensor)`\s*of shape `?[\[(]([^)\]]*(?:\([^)]*\)[^)\]]*)?)[)\]]", re.MULTILINE
+    r"^\s*(\w+) \(`torch\.(\w*Tensor)`\s*of shape `?(?:\[([^\]]*)\]|\(((?:[^()]|\([^()]*\))*)\))",
+    re.MULTILINE,
 )
+_USUAL = {"num_channels": 3, "image_size": IMAGE}
 # Alternatives to other inputs, labels, and what only generation takes.
 _LEFT_OUT = re.compile(
     r"position_ids$|^labels$|head_mask|^cache|_embeddings$|^output_|^use_|^return_|_outputs$"
@@ -55,8 +58,8 @@ def _inputs(model: nn.Module) -> list[_Input]:
     forward = type(model).forward
     parameters = inspect.signature(forward).parameters
     return [
-        _Input(name, kind, tuple(d.strip() for d in dims.split(",") if d.strip()), required)
-        for name, kind, dims in _ENTRY.findall(forward.__doc__ or "")
+        _Input(name, kind, tuple(d.strip() for d in (dims or others).split(",") if d.strip()), required)
+        for name, kind, dims, others in _ENTRY.findall(forward.__doc__ or "")
         if name in parameters
         for required in (parameters[name].default is inspect.Parameter.empty,)
         if required or not _LEFT_OUT.search(name)
@@ -100,7 +103,9 @@ def _factor(name: str, config: Any) -> int:
     if listed := re.fullmatch(r"len\((\w+)\)", name):
         return len(getattr(config, listed[1]))
     names = {"dim": "hidden_size", "height": "image_size", "width": "image_size", "mel_bins": "num_mel_bins"}
-    value = getattr(config, names.get(name, name), None)
+    name = names.get(name, name)
+    parts = [config, *(v for v in vars(config).values() if hasattr(v, "model_type"))]
+    value = next((v for p in parts if (v := getattr(p, name, None)) is not None), _USUAL.get(name))
     if isinstance(value, list | tuple):
         value = min(value)
-    return value if isinstance(value, int) else LENGTH
+    return value if isinstance(value, int) else max(LENGTH, 2 * getattr(config, "patch_length", 0))

@@ -35,6 +35,7 @@ from tools.zoo_models.samples import IGNORED, integer
 FIXED = (16, 17)  # texts of one length
 END = 2  # the token behind a text
 TRIED_BATCH = 12
+MOST_WORDS = 128  # of a text as long as a model takes
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,14 @@ def config_value(config: Any, *names: str, default: Any = None) -> Any:
 
 def find_recipe(task: str, model: nn.Module) -> Recipe:
     """The first recipe of `task` that plain PyTorch trains on `model`. Raises RecipeError, with the error
-    of the first, if none does."""
+    of the first, if none does; of one that ran without giving a loss, if there is one."""
     error: Exception | None = None
     for recipe in recipes(task, model):
         try:
             try_recipe(model, recipe)
             return recipe
         except Exception as failed:  # whatever the model's code raises
-            error = error or failed
+            error = failed if error is None or "no loss that trains" in str(failed) else error
     error = error or RecipeError(f"no recipe for {task}")
     raise RecipeError(f"{type(error).__name__}: {error}") from error
 
@@ -127,6 +128,8 @@ def recipes(task: str, model: nn.Module) -> Iterator[Recipe]:
     text = "input_ids" in names
     if type(getattr(model, "wrapped", model)).forward is nn.Module.forward:
         raise NotImplementedError("the class has no forward")
+    if "inference_session" in names:
+        raise NotImplementedError("forward takes a session of inference")
     if task == "hidden":
         yield from _plain_inputs(names, config)
         yield from _rare_inputs(names, config)
@@ -155,9 +158,10 @@ def recipes(task: str, model: nn.Module) -> Iterator[Recipe]:
             label = _transducer_labels
         if task == "span" and "start_positions" not in names:
             label = _label
-        for base in _plain_inputs(
-            names - {"decoder_input_ids"}, config, choices=2 if task == "choice" else 0
-        ):
+        given = names - {"decoder_input_ids"}
+        for base in _plain_inputs(given, config, choices=2 if task == "choice" else 0):
+            yield _with_labels(base, label, config)
+        for base in _rare_inputs(given, config):
             yield _with_labels(base, label, config)
         for name, draw in documented_inputs(model, config):
             yield _with_labels(Recipe(name, draw, Batching()), label, config)
@@ -174,14 +178,23 @@ def _rare_inputs(names: set[str], config: Any) -> Iterator[Recipe]:
         for side in dict.fromkeys((size, 64)):
             yield Recipe("pairs of images", _drawn("pixel_values", 2, channels, side, side), Batching())
     if {"input_values", "input_features"} <= names:
-        for mels in (int(config_value(config, "feature_projection_input_dim", default=MELS)),):
+        bins = int(config_value(config, "feature_projection_input_dim", default=MELS))
 
-            def both(g: torch.Generator, mels: int = mels) -> Sample:
-                return {"input_values": noise(g, 1, 3200), "input_features": noise(g, 20, mels)}
+        def both(g: torch.Generator) -> Sample:
+            return {"input_values": noise(g, 1, 3200), "input_features": noise(g, 10, bins)}
 
-            yield Recipe("sounds and spectrograms", both, Batching())
+        yield Recipe("sounds and spectrograms", both, Batching())
     elif "input_values" in names:
         yield Recipe("longer sounds with a channel", _drawn("input_values", 1, 3840), Batching())
+    if "input_features" in names:
+        yield from _stacked_spectrograms(names, config)
+    if "input_ids" in names and (books := int(config_value(config, "num_codebooks", default=0))):
+        for count in (books, books + 1):
+
+            def codes(g: torch.Generator, count: int = count) -> Sample:
+                return {"input_ids": torch.stack([words(g, FIXED) for _ in range(count)], 1)}
+
+            yield Recipe("codes of each step", codes, Batching())
     if "audio_mel" in names:
         bins = int(config_value(config, "input_feat_size", default=MELS))
 
@@ -218,6 +231,24 @@ def _rare_inputs(names: set[str], config: Any) -> Iterator[Recipe]:
         hidden = int(config_value(config, "hidden_size", default=HIDDEN))
         for shape in ((16, hidden), (hidden, 16), (1, 640)):
             yield Recipe("hidden states", _drawn("hidden_states", *shape), Batching())
+
+
+def _stacked_spectrograms(names: set[str], config: Any) -> Iterator[Recipe]:
+    """Spectrograms with several frames in one, or of a long window, with the mask that the model takes."""
+    bins = int(config_value(config, "num_mel_bins", "feature_size", default=MELS))
+    mask = next((m for m in ("attention_mask", "input_features_mask") if m in names), "")
+    stacked = int(config_value(config, "num_stacked_frames", default=2))
+    window = 2 * int(config_value(config, "n_window", default=50))
+    for shape in ((64, stacked * bins), (64, 2 * bins), (64, 4 * bins), (bins, 2 * window)):
+        length = max(shape) if shape[0] == bins else shape[0]
+
+        def stacked_frames(
+            g: torch.Generator, shape: tuple[int, int] = shape, length: int = length
+        ) -> Sample:
+            heard = {"input_features": noise(g, *shape)}
+            return heard | ({mask: torch.ones(length, dtype=torch.long)} if mask else {})
+
+        yield Recipe("stacked spectrograms", stacked_frames, Batching())
 
 
 def _with_labels(
@@ -345,7 +376,7 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
 
         frames = config_value(config, "num_frames")
         clip = (int(frames),) if frames is not None else ()
-        for size in dict.fromkeys((height, 64)):
+        for size in dict.fromkeys((height, 64, 128)):
 
             def pair(g: torch.Generator, size: int = size) -> Sample:
                 ids = words(g)
@@ -597,7 +628,9 @@ def _language(task: str, names: set[str], config: Any, model: nn.Module) -> Iter
     if task in ("causal", "multimodal", "seq2seq") and names & _MODAL:
         modalities = [*_modalities(names, config, model), *modalities]
     for optional in modalities or [[]]:
-        for lengths in (LENGTHS, FIXED):
+        full = int(config_value(config, "max_position_embeddings", default=FIXED[0]))
+        whole = ((full, full + 1),) if task == "masked" and full <= MOST_WORDS else ()
+        for lengths in (LENGTHS, FIXED, *whole):
 
             def draw(
                 g: torch.Generator,
@@ -630,8 +663,23 @@ def _language(task: str, names: set[str], config: Any, model: nn.Module) -> Iter
                 return sample
 
             joined = frozenset(k for m in optional for k in m.joined)
-            name = " and ".join(["fixed text" if lengths == FIXED else "text", *(m.name for m in optional)])
+            names_of_lengths: dict[tuple[int, int], str] = {LENGTHS: "text", FIXED: "fixed text"}
+            text_name = names_of_lengths.get(lengths, "text of full length")
+            name = " and ".join([text_name, *(m.name for m in optional)])
             yield Recipe(name, draw, Batching(padded, joined, masks=masked))
+            if task == "seq2seq" and "decoder_input_ids" in names:
+                both = Batching(padded | {"decoder_input_ids": 0}, joined, masks=masked)
+                yield Recipe(f"{name} and decoder text", _with_decoder_text(draw), both)
+
+
+def _with_decoder_text(draw: Draw) -> Draw:
+    """Samples with the labels one step later as the decoder's text, for models that do not shift them."""
+
+    def shifted(g: torch.Generator) -> Sample:
+        sample = draw(g)
+        return sample | {"decoder_input_ids": torch.cat([torch.tensor([END]), sample["labels"][:-1]])}
+
+    return shifted
 
 
 _MODAL = {"pixel_values", "input_features", "input_values", "pixel_values_images"}
@@ -681,6 +729,15 @@ def _image_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Mod
 
         forms.append(("square image patches", square_patches))
         forms.append(("image blocks", _image_blocks(config, "pixel_values", "image_grid_thw")))
+    elif "image_grid_hw" in names:
+        patch = int(config_value(config, "patch_size", default=PATCH))
+
+        def flat_patches(g: torch.Generator) -> Sample:
+            h, w = 2 * integer(g, 1, 3), 2 * integer(g, 1, 3)
+            pixels = noise(g, h * w, channels * patch * patch)
+            return {"pixel_values": pixels, "image_grid_hw": torch.tensor([[h, w]])}
+
+        forms.append(("image patches", flat_patches))
     elif "image_position_ids" in names:
         forms.append(("images as padded patches", _placed_patches(config)))
     else:
@@ -701,6 +758,9 @@ def _image_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Mod
         forms.append(("images", lambda g: {"pixel_values": noise(g, 1, channels, height, width)} | extra))
         forms.append(
             ("image tiles", lambda g: {"pixel_values": noise(g, 1, 2, channels, height, width)} | extra)
+        )
+        forms.append(
+            ("clips, channels last", lambda g: {"pixel_values": noise(g, 1, 2, height, width, channels)})
         )
     for name, draw in forms:
         count = _feature_count(model, "get_image_features", draw)
@@ -733,7 +793,8 @@ def _sound_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Mod
         (m for m in ("feature_attention_mask", "input_features_mask", "attention_mask") if m in names), ""
     )
     length = 2 * int(config_value(config, "max_source_positions", default=32))
-    for shape in ((1, mels, length), (1, length, mels)):
+    stacked = int(config_value(config, "num_stacked_frames", default=1))
+    for shape in ((1, mels, length), (1, length, mels), (1, length, stacked * mels)):
 
         def sound(g: torch.Generator, shape: tuple[int, int, int] = shape) -> Sample:
             sample: Sample = {"input_features": noise(g, *shape)}
@@ -755,7 +816,7 @@ def _with_feature_mask(sound: Draw, count: Callable[[Sample], int], key: str) ->
 
     def masked(g: torch.Generator) -> Sample:
         sample = {k: v for k, v in sound(g).items() if k != key}
-        return sample | {key: torch.ones(1, count(sample), dtype=torch.long)}
+        return sample | {key: torch.ones(1, count(sample), dtype=torch.bool)}
 
     return masked
 

@@ -168,7 +168,9 @@ def _why_no_model(error: Exception) -> Outcome:
     while cause.__cause__ is not None:
         cause = cause.__cause__  # type: ignore[assignment]
     none = isinstance(cause, ImportError | NotImplementedError) or re.search(
-        r"no loss that trains|does not support training|not implemented", str(error)
+        r"no loss that trains|does not support training|not implemented|module transformers has no attribute"
+        r"|ForCausalLMLoss\(\) missing",  # a loss that transformers has not
+        str(error),
     )
     return Outcome.NO_MODEL if none else Outcome.NOT_BUILT
 

@@ -194,7 +194,6 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "scaled_images_feature_dims": (HIDDEN, HIDDEN, HIDDEN),
         "fusion_hidden_size": HIDDEN,
     },
-    "efficientloftr": {"stage_num_blocks": [1, 1, 1, 1], "out_features": [16, 16, 32, HIDDEN]},
     **{t: {"upsample_groups": HIDDEN} for t in ("mimi_decoder", "pocket_tts_audio_tokenizer_decoder")},
     "muse_spark_audio": {"num_hidden_layers": 4, "patch_sizes": (4, 2, 2, 2)},
     "seggpt": {
@@ -230,7 +229,22 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
             "vibevoice_acoustic_tokenizer_decoder",
         )
     },
-    "vits": {"vocab_size": VOCABULARY},
+    **{t: {"vocab_size": VOCABULARY} for t in ("vits", "fastspeech2_conformer")},
+    **{t: {"out_hidden_size": 4 * HIDDEN} for t in ("muse_spark", "muse_glimmer")},
+    "timm_backbone": {"backbone": "test_resnet"},
+    "emu3_vqgan": {"hidden_size": 4 * HIDDEN},
+    "sapiens2": {"head_config": {"upsample_out_channels": [16, 16], "conv_out_channels": [16]}},
+    "uvdoc": {"backbone_config": {"out_features": [f"stage{i}" for i in range(1, 7)]}},
+    "clap_audio_model": {"spec_size": 64, "window_size": 4},
+    **{t: {"hidden_size": 2 * HIDDEN} for t in ("neucodec", "xcodec2")},
+    "sam2_hiera_det_model": {"embed_dim_per_stage": [HIDDEN, 32, 32, 32]},
+    "sam2_vision_model": {
+        "backbone_channel_list": [32, 32, 32, HIDDEN],
+        "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]],
+    },
+    "sam3_tracker": {
+        "vision_config": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+    },
     "tipsv2_dpt": {"backbone_config": {"reshape_hidden_states": False}},
     "moonshine_streaming": {"num_key_value_heads": HEADS},  # as in the published files
 }
