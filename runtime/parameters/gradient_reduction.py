@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES, MAX_BUCKETS_IN_FLIGHT
 from secc.runtime.parameters.mixed_precision import accumulate_in_float32, make_master
+from secc.runtime.parameters.parameter_gathers import ShardedBucket
 from secc.runtime.parameters.sharded_optimizer import (
     FlatParameters,
     MasterGroup,
@@ -527,16 +528,21 @@ class GradientReducer:
             if param.grad is not None:
                 param.grad.mul_(factor)
 
-    def gather_parameters(self) -> None:
-        """Sends the parameters that this rank has updated to all ranks that hold them. Collective; call it
-        after the optimizer step. Masters on the host have been written into the weights already."""
+    def write_weights(self) -> None:
+        """Rounds the masters that this rank has updated into the weights that modules compute with. Masters
+        on the host have been written already."""
         for group in self.master_groups:
             if not group.is_on_host:
                 group.write_weights()
-        flats = [(b.flat, b) for b in self._queue if isinstance(b, _GradientBucket) and b.flat is not None]
-        for work, section in [(flat.gather_values(b.group), b.section) for flat, b in flats]:
-            with self.timed(section):
-                work.wait()
+
+    @property
+    def sharded_buckets(self) -> list[ShardedBucket]:
+        """The buckets of sharded parameters, in the order in which a backward completes them."""
+        return [
+            ShardedBucket(bucket.section, bucket.params, bucket.flat, bucket.group)
+            for bucket in self._queue
+            if isinstance(bucket, _GradientBucket) and bucket.flat is not None
+        ]
 
 
 def _order_by_readiness(

@@ -449,25 +449,21 @@ def _group_by_unit(
 ) -> list[list[list[tuple[str, nn.Parameter]]]]:
     """Returns the named parameters of the remainder and of each of `modules`, grouped by dtype and
     `requires_grad`."""
-    of_unit = _assign_to_units(model, modules, params)
+    of_unit = units_of_parameters(model, modules)
     units: list[dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]]] = [
         {} for _ in range(len(modules) + 1)
     ]
     for name, param in params.items():
-        units[of_unit[name]].setdefault((param.dtype, param.requires_grad), []).append((name, param))
+        units[of_unit.get(param, 0)].setdefault((param.dtype, param.requires_grad), []).append((name, param))
     return [list(by_kind.values()) for by_kind in units]
 
 
-def _assign_to_units(
-    model: nn.Module, modules: Sequence[nn.Module], params: Mapping[str, nn.Parameter]
-) -> dict[str, int]:
-    """Returns the unit of each parameter: k + 1 if only `modules[k]` contains it, else 0, the remainder."""
+def units_of_parameters(model: nn.Module, modules: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
+    """Returns the unit of each parameter of the model: k + 1 if only `modules[k]` contains it, else 0, the
+    remainder."""
     units_of_param: dict[nn.Parameter, set[int]] = {}
     unit_of_module: dict[nn.Module, int] = {m: k for k, unit in enumerate(modules, 1) for m in unit.modules()}
     for module in model.modules():
         for param in module.parameters(recurse=False):
             units_of_param.setdefault(param, set()).add(unit_of_module.get(module, 0))
-    return {
-        name: next(iter(units_of_param[p])) if len(units_of_param.get(p, ())) == 1 else 0
-        for name, p in params.items()
-    }
+    return {param: next(iter(units)) if len(units) == 1 else 0 for param, units in units_of_param.items()}

@@ -185,8 +185,8 @@ class Section:
     A micro-batch has at most `micro_batch` samples; with `micro_batch_tokens` (0: any number), one of several
     samples has at most so many tokens, which `token_count` counts with their padding.
 
-    Under `zero3`, `units` are the blocks with layers that all-gather their parameters one by one, in calling
-    order. With tp, `shards` and `styles` say how its modules are sharded; the gradients of the unsharded
+    `units` are the blocks with layers that all-gather their parameters one by one, in calling order: in every
+    pass under `zero3`, in the first forward after an update under `zero1` and `zero2`. With tp, `shards` and `styles` say how its modules are sharded; the gradients of the unsharded
     parameters in `partial` are partial sums on each tp rank, and `overlap` says which sums over tp travel
     behind products: "none", those of input gradients ("backward"), or those of forwards, too ("both").
 

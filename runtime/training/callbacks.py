@@ -58,6 +58,11 @@ class Callbacks:
         """After an optimizer step; on every rank."""
         self._call("on_step", result)
 
+    @property
+    def hears_steps(self) -> bool:
+        """Whether anything is called after a step."""
+        return self._user.defines("on_step") or any(hasattr(other, "on_step") for other in self._others)
+
     def on_save(self, folder: Path) -> None:
         """After a checkpoint is complete; on rank 0."""
         self._call("on_save", folder)

@@ -144,7 +144,8 @@ class Engine:
     the gatherers of sections with zero3. `evaluates`: dropout in glue is off; blocks have their own mode.
     `exchanges`: of sections in which replicas have different experts. `norms`: of sections that replicas sum
     statistics of. `stopwatch`: of the training engine, for an engine that uses the same process groups.
-    `accumulating(section)` makes the context of its backwards. `activations`: moves to host memory what
+    `accumulating(section)` makes the context of its backwards. `before_compute(section, whole)` waits for
+    parameters that are on their way, with `whole` for those of layers, too. `activations`: moves to host memory what
     forwards save, for sections that ask for it.
     """
 
@@ -164,8 +165,10 @@ class Engine:
         stopwatch: SectionStopwatch | None = None,
         accumulating: Callable[[str], AbstractContextManager[None]] = lambda section: nullcontext(),
         activations: ActivationOffload | None = None,
+        before_compute: Callable[[str, bool], None] = lambda section, whole: None,
     ) -> None:
         self.accumulating, self.activations = accumulating, activations
+        self.before_compute = before_compute
         self.plan, self.sections, self.transport, self.trace = plan, sections, transport, trace
         self.on_reduce, self.on_last_backward, self.groups = on_reduce, on_last, groups or {}
         self.gatherers, self.exchanges, self.norms = passes or {}, exchanges or {}, norms or {}
@@ -890,9 +893,11 @@ class _StepExecution:
     def during_compute(self, i: Instruction) -> Iterator[None]:
         """Surrounds the computation of an instruction: times and traces it, and makes the pass through
         gathered units (zero3)."""
-        gatherer = self.engine.gatherers.get(i.section)
+        gatherer, micro = self.engine.gatherers.get(i.section), self.micro_batch(i.section, i.micro)
+        # Without samples no layer runs, but their experts may compute for other ranks.
+        self.engine.before_compute(i.section, not self.dealt.own_part(micro, self.engine.rank).samples)
         timed = self.engine.stopwatch.time_section(self.engine.whole_section[i.section], i.kind)
-        with self.compute_event(i, self.micro_batch(i.section, i.micro)), timed:
+        with self.compute_event(i, micro), timed:
             if gatherer is not None:
                 gatherer.begin_pass(backward=i.kind == "B")
             yield

@@ -48,6 +48,7 @@ from secc.runtime.parameters.gradient_reduction import GradientReducer, build_re
 from secc.runtime.parameters.host_copies import HostCopies
 from secc.runtime.parameters.mixed_precision import cast_model, compute_dtype
 from secc.runtime.parameters.offloaded_optimizer import OffloadedOptimizer, offloaded_parameter_names
+from secc.runtime.parameters.parameter_gathers import ParameterGathers
 from secc.runtime.parameters.rank_weights import canonical_names, state_dict_owners
 from secc.runtime.parameters.sharded_optimizer import shard_optimizer
 from secc.runtime.parameters.weight_average import WeightAverage
@@ -170,6 +171,8 @@ class Trainer:
         # Masters have been made, so the model can now be cast; parameters of no section keep their dtype.
         used = {canonical[n] for s in self.plan.sections for n in s.params}
         cast_model(model, self.plan.dtype, but=params.keys() - used)
+        layers = {s.name: recompute.units_of_blocks(model, s.units) for s in self.plan.sections if s.units}
+        self.gathers = ParameterGathers(model, self.reducer.sharded_buckets, layers)
         transport = TRANSPORTS[self.options.comm](
             self.plan, context.rank, context.device, self.options.debug_comm
         )
@@ -189,6 +192,7 @@ class Trainer:
             exchanges=exchanges,
             accumulating=self.reducer.dropping_repeated,
             activations=activations,
+            before_compute=self.gathers.before_compute,
             norms={name: norms[name] for name in norm_groups},
         )
         self._time_collectives(groups, exchange_groups | norm_groups)
@@ -300,7 +304,7 @@ class Trainer:
         by_section = (groups.replica, groups.tp, other_groups, self.engine.gatherers)
         for name, group in itertools.chain(of_rows, *(found.items() for found in by_section)):
             group.timed = partial(stopwatch.time_collective, whole[name])
-        self.reducer.timed = lambda section: stopwatch.time_collective(whole[section])
+        self.reducer.timed = self.gathers.timed = lambda section: stopwatch.time_collective(whole[section])
 
     def plan_steps(self) -> Iterator[PlannedStep]:
         """Yields the remaining steps of the run; the data of the next one loads while one trains.
@@ -322,6 +326,7 @@ class Trainer:
             self.evaluate()
         else:
             yield from self._plan_training()
+            self.gathers.finish()
         if self._callbacks.error is not None:
             raise self._callbacks.error
         if self._generator is not None:
@@ -480,12 +485,13 @@ class Trainer:
         return search.find_first(data)
 
     def _step_optimizer(self, loss: float, norm: float, updates: bool) -> None:
-        """Clips gradients, steps the optimizer, sends updated parameters to their replicas, and steps the
-        scheduler. Without `updates` only the scheduler steps, so that it stays at the step's number."""
+        """Clips gradients, steps the optimizer, starts to send updated parameters to their replicas, and
+        steps the scheduler. Without `updates` only the scheduler steps, so that it stays at the step's number."""
         if not updates:
             if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
                 self.scheduler.step()
             return
+        self.gathers.finish()
         if self.options.clip is not None:
             self.reducer.clip_gradients(norm, self.options.clip)
         if self.offload is not None:
@@ -496,7 +502,8 @@ class Trainer:
             if self.offload is not None:
                 self.offload.wait_until_on_host()
             self.average.update()
-        self.reducer.gather_parameters()
+        self.reducer.write_weights()
+        self.gathers.start()
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(loss)
         elif self.scheduler is not None:
@@ -573,6 +580,8 @@ class Trainer:
         if self.reports is not None:
             self.reports.log_step(result, step, totals.section_seconds, totals.exposed_s)
         self._report_samples()
+        if self._callbacks.hears_steps:
+            self.gathers.finish()
         self._callbacks.on_step(result)
         if self._evaluator is not None and self._is_evaluation_due():
             self.evaluate()
@@ -604,6 +613,7 @@ class Trainer:
         the results, and saves the checkpoint if it is the best. Collective."""
         if self._evaluator is None:
             raise UserError("this run does not evaluate", remedy="start it with --eval-every N")
+        self.gathers.finish()
         weights = self.average.in_use() if self.average is not None else nullcontext()
         with self.context.trace.record_event("EVALUATE", kind="EVALUATE"):
             with weights:
@@ -638,7 +648,9 @@ class Trainer:
         if self.average is not None:
             if self.offload is not None:
                 self.offload.write_weights()
-            self.reducer.gather_parameters()
+            self.reducer.write_weights()
+            self.gathers.start()
+            self.gathers.finish()
 
     def _make_average(self) -> WeightAverage | None:
         """Returns the average of the weights, continued from the resumed checkpoint; None if the run keeps
@@ -674,6 +686,7 @@ class Trainer:
         say. The one before is finished first. Returns False if it could not be written. Collective."""
         folder, keep = (folder, keep) if folder is not None else (self.options.save, self.options.keep)
         assert folder is not None
+        self.gathers.finish()
         self._report_save(self._saver.finish_save())
         if self.offload is not None:
             self.offload.wait_until_on_host()

@@ -214,9 +214,10 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
 
 
 def _comes_by_layers(op: SectionOp) -> bool:
-    """Whether parameters come to the device layer by layer."""
+    """Whether parameters come to the device layer by layer: in every pass, or in the first forward of a step
+    after sharded optimizers."""
     return (
-        attribute_value(op, "sharding", "none") == "zero3"
+        attribute_value(op, "sharding", "none") != "none"
         or attribute_value(op, "offload", "none") == "weights"
     )
 
