@@ -5,8 +5,8 @@ replicas. All gathers start after the update; each layer waits for its own param
 lies outside of layers (embeddings, heads, what the glue reads) comes first, and a section waits for it before
 it computes. So the gather of a layer passes behind the computation of the layers before it.
 
-Until its gather has ended, a parameter reads as NaN: code that uses a layer's parameters outside of the layer's
-forward shows at once, and never computes with values of the step before.
+Until its gather has ended, a parameter reads as NaN: code that uses a layer's parameters outside of the
+layer's forward shows at once, and never computes with values of the step before.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ShardedBucket:
 
 
 class _BucketGather:
-    """The gather of one bucket. `values` are the parameters' views of the flat buffer. `place`: the first unit
-    of its section with one of its parameters, 0 if some are outside of all units."""
+    """The gather of one bucket. `values` are the parameters' views of the flat buffer. `place`: the first
+    unit of its section with one of its parameters, 0 if some are outside of all units."""
 
     def __init__(self, bucket: ShardedBucket, place: int) -> None:
         self.bucket, self.place = bucket, place

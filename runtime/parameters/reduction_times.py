@@ -2,7 +2,9 @@
 
 The sums of a section's gradients begin within its last backwards, bucket by bucket as these become final
 (`runtime/parameters/gradient_reduction.py`), and overlap with what follows; those of one rank run one after
-the other. The simulator and emulated runs share this rule.
+the other. Gathers of updated parameters pass behind the first forward of the next step
+(`runtime/parameters/parameter_gathers.py`), which is assumed to take as long as that of this step; what it
+does not hide is added at the end. The simulator and emulated runs share these rules.
 """
 
 from __future__ import annotations
@@ -15,25 +17,36 @@ from fractions import Fraction
 @dataclass(frozen=True)
 class TimedReduction:
     """The reduction of the gradients that `sections` hold on `ranks`, in ns: the sum of gradients, and the
-    all-gather of parameters after it. `bucket_share`: the part of the gradients that one bucket sums."""
+    all-gather of parameters after it. `bucket_share`: the part of the gradients that one bucket sums.
+    `open_share`: the part of the gather that ends before the next forward begins to hide it."""
 
     sections: tuple[str, ...]
     ranks: tuple[int, ...]
     sum_ns: int
     gather_ns: int
     bucket_share: Fraction
+    open_share: Fraction = Fraction(1)
+
+
+def exposed_gather_ns(gather_ns: int, open_share: Fraction, forward_ns: int) -> int:
+    """How long a gather of parameters makes the next step's first forward wait, which computes for
+    `forward_ns`. `open_share` of the gather is needed at its start, and the values of the last layer after it
+    has computed the others: at least 1 - `open_share` of it."""
+    return max(int(open_share * gather_ns), gather_ns - int((1 - open_share) * forward_ns))
 
 
 def run_reductions(
     reductions: Iterable[TimedReduction],
     last_backwards: Mapping[str, Mapping[int, tuple[int, int]]],
     program_ends: Sequence[int],
+    first_forwards: Mapping[str, Mapping[int, int]],
 ) -> Iterator[tuple[TimedReduction, int, int]]:
     """Yields each reduction with its start and end in ns, in the order in which ranks run them.
 
     last_backwards: by section and rank, start and end of the rank's last backward; of a rank without one,
-    twice the time of its REDUCE instruction. program_ends: by rank. Parameters of several sections are
-    reduced at the end of the programs.
+    twice the time of its REDUCE instruction. program_ends: by rank. first_forwards: ns of the rank's first
+    forward, by section and rank, for those that have one. Parameters of several sections are reduced at the
+    end of the programs.
     """
     by_sections: dict[tuple[str, ...], list[TimedReduction]] = {}
     for reduction in reductions:
@@ -47,14 +60,19 @@ def run_reductions(
     for sections in sorted(
         by_sections, key=lambda s: (len(s) > 1, max(end for _, end in through[s].values()))
     ):
-        yield from _run_together(by_sections[sections], through[sections], busy_until)
+        forwards = first_forwards.get(sections[0], {})
+        yield from _run_together(by_sections[sections], through[sections], busy_until, forwards)
 
 
 def _run_together(
-    reductions: Sequence[TimedReduction], through: Mapping[int, tuple[int, int]], busy_until: list[int]
+    reductions: Sequence[TimedReduction],
+    through: Mapping[int, tuple[int, int]],
+    busy_until: list[int],
+    first_forwards: Mapping[int, int],
 ) -> Iterator[tuple[TimedReduction, int, int]]:
     """Runs the reductions of the same sections: the first bucket is ready within the last backward, the last
-    one when it ends. busy_until: by rank, when its earlier reductions end; updated."""
+    one when it ends. busy_until: by rank, when its earlier reductions end; updated. Of a gather on ranks
+    without a forward, only what no forward hides counts."""
     sums: list[tuple[int, int]] = []
     for r in reductions:
         share = r.bucket_share
@@ -67,9 +85,15 @@ def _run_together(
     for r, (_, end) in zip(reductions, sums, strict=True):
         for k in r.ranks:
             busy_until[k] = max(busy_until[k], end)
+    hidden = dict(first_forwards)  # what is left of each rank's forward to hide gathers
     for r, (start, end) in zip(reductions, sums, strict=True):
         if r.gather_ns:
-            end = max(busy_until[k] for k in r.ranks) + r.gather_ns
+            ranks = [k for k in r.ranks if k in hidden]
+            forward = min((hidden[k] for k in ranks), default=r.gather_ns)
+            exposed = exposed_gather_ns(r.gather_ns, r.open_share, forward)
+            end = max(end, *(busy_until[k] + exposed for k in r.ranks))
             for k in r.ranks:
                 busy_until[k] = end
+            for k in ranks:
+                hidden[k] = max(0, hidden[k] - (r.gather_ns - exposed))
         yield r, start, end

@@ -186,9 +186,11 @@ class Section:
     samples has at most so many tokens, which `token_count` counts with their padding.
 
     `units` are the blocks with layers that all-gather their parameters one by one, in calling order: in every
-    pass under `zero3`, in the first forward after an update under `zero1` and `zero2`. With tp, `shards` and `styles` say how its modules are sharded; the gradients of the unsharded
-    parameters in `partial` are partial sums on each tp rank, and `overlap` says which sums over tp travel
-    behind products: "none", those of input gradients ("backward"), or those of forwards, too ("both").
+    pass under `zero3`, in the first forward after an update under `zero1` and `zero2`.
+
+    With tp, `shards` and `styles` say how its modules are sharded; the gradients of the unsharded parameters
+    in `partial` are partial sums on each tp rank, and `overlap` says which sums over tp travel behind
+    products: "none", those of input gradients ("backward"), or those of forwards, too ("both").
 
     With cp, the layers `row_layers` (module paths) work on a rank's rows of the sequence
     (`runtime.context_parallel`); `row_modules` inside of them do so row by row, without rules for their code,

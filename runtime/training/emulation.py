@@ -86,6 +86,7 @@ def read_table(path: Path) -> EmulationTable:
                 r["sum_ns"],
                 r["gather_ns"],
                 Fraction(r["bucket_share"]),
+                Fraction(r["open_share"]),
             )
             for r in data["reductions"]
         )
@@ -161,7 +162,7 @@ class Emulator:
     def _end_step(self, emulation: _StepEmulation) -> None:
         """Sleeps until all gradient sums and the optimizer steps would have ended."""
         own_times = torch.tensor(
-            [*(t for name in self.sections for t in emulation.last_backward_of(name)), emulation.free_at],
+            [*(t for name in self.sections for t in emulation.times_of(name)), emulation.free_at],
             dtype=torch.int64,
         )
         gathered = [torch.empty_like(own_times) for _ in range(self.context.world_size)]
@@ -189,10 +190,15 @@ def _open_message_store(rank: int) -> Any:
 def reductions_end(table: EmulationTable, sections: Sequence[str], times: Sequence[Sequence[int]]) -> int:
     """Returns when all gradient sums and all programs have ended, as the simulator does.
 
-    times: by rank, start and end of its last backward of each section, then the end of its program, in ns.
+    times: by rank, of each section start and end of its last backward and the length of its first forward (0
+    without one), then the end of its program, in ns.
     """
     last_backwards = {
-        name: {rank: (row[2 * at], row[2 * at + 1]) for rank, row in enumerate(times)}
+        name: {rank: (row[3 * at], row[3 * at + 1]) for rank, row in enumerate(times)}
+        for at, name in enumerate(sections)
+    }
+    first_forwards = {
+        name: {rank: row[3 * at + 2] for rank, row in enumerate(times) if row[3 * at + 2]}
         for at, name in enumerate(sections)
     }
     reductions = (
@@ -200,7 +206,7 @@ def reductions_end(table: EmulationTable, sections: Sequence[str], times: Sequen
         for r in table.reductions
     )
     program_ends = [row[-1] for row in times]
-    sums_end = (end for _, _, end in run_reductions(reductions, last_backwards, program_ends))
+    sums_end = (end for _, _, end in run_reductions(reductions, last_backwards, program_ends, first_forwards))
     return max(*program_ends, *sums_end)
 
 
@@ -235,6 +241,7 @@ class _StepEmulation:
         self.consumed_messages = self._find_consumed_messages()
         self.free_at, self.send_busy_until, self.receive_busy_until = 0, [0, 0], [0, 0]
         self.last_backwards: dict[str, tuple[int, int]] = {}
+        self.first_forwards: dict[str, int] = {}  # ns
         self.own_keys: list[str] = []  # in the store, for the other ranks of a replica
 
     def run_program(self) -> None:
@@ -249,9 +256,11 @@ class _StepEmulation:
                 case _:
                     pass  # a message is waited for by the computation that consumes it
 
-    def last_backward_of(self, section: str) -> tuple[int, int]:
-        """Returns start and end of a section's last backward; without one, twice the end of the program."""
-        return self.last_backwards.get(section, (self.free_at, self.free_at))
+    def times_of(self, section: str) -> tuple[int, int, int]:
+        """Returns start and end of a section's last backward (without one, twice the end of the program) and
+        the length of its first forward (0 without one), in ns."""
+        last = self.last_backwards.get(section, (self.free_at, self.free_at))
+        return *last, self.first_forwards.get(section, 0)
 
     def emulate_compute(self, i: Instruction) -> None:
         """Waits for the messages that a computation consumes and for the other ranks of its replica, then
@@ -268,7 +277,9 @@ class _StepEmulation:
         self.free_at = ready + self.emulator.scale_ns(
             max(self.durations[i.kind, i.section][m.index] for m in in_step)
         )
-        if i.kind != "F":
+        if i.kind == "F":
+            self.first_forwards.setdefault(i.section, self.free_at - ready)
+        else:
             self.last_backwards[i.section] = ready, self.free_at
         _sleep_until(self.free_at)
 

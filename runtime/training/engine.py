@@ -145,8 +145,8 @@ class Engine:
     `exchanges`: of sections in which replicas have different experts. `norms`: of sections that replicas sum
     statistics of. `stopwatch`: of the training engine, for an engine that uses the same process groups.
     `accumulating(section)` makes the context of its backwards. `before_compute(section, whole)` waits for
-    parameters that are on their way, with `whole` for those of layers, too. `activations`: moves to host memory what
-    forwards save, for sections that ask for it.
+    parameters that are on their way, with `whole` for those of layers, too. `activations`: moves to host
+    memory what forwards save, for sections that ask for it.
     """
 
     def __init__(

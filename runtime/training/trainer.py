@@ -486,7 +486,8 @@ class Trainer:
 
     def _step_optimizer(self, loss: float, norm: float, updates: bool) -> None:
         """Clips gradients, steps the optimizer, starts to send updated parameters to their replicas, and
-        steps the scheduler. Without `updates` only the scheduler steps, so that it stays at the step's number."""
+        steps the scheduler. Without `updates` only the scheduler steps, so that it stays at the step's
+        number."""
         if not updates:
             if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
                 self.scheduler.step()

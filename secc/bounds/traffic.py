@@ -8,7 +8,8 @@ time. Parameters are counted from the table in plan.json, from which the ranks' 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -77,7 +78,12 @@ class Traffic:
         """The reductions that take time."""
         return [
             TimedReduction(
-                held.sections, held.ranks, self.sum_ns(held), self.gather_ns(held), self.bucket_share(held)
+                held.sections,
+                held.ranks,
+                self.sum_ns(held),
+                self.gather_ns(held),
+                self.bucket_share(held),
+                self.open_share(held),
             )
             for held in self.reduction_groups
             if len(held.ranks) > 1
@@ -105,13 +111,39 @@ class Traffic:
         """The part of a group's gradients that is summed in one bucket."""
         return min(Fraction(1), Fraction(BUCKET_BYTES, max(1, sum(map(self.bytes_on_rank, held.names)))))
 
+    def open_share(self, held: ReductionGroup) -> Fraction:
+        """The part of a group's gathered parameters that no forward hides: those outside of layers, and of
+        one layer. All of them on CPUs, which copy the bytes themselves."""
+        total = sum(map(self.bytes_on_rank, held.names))
+        if self.cluster is None or self.cluster.device.backend == "cpu" or not total:
+            return Fraction(1)
+        layers: Counter[str] = Counter()
+        for name in held.names:
+            if (layer := self._layer_of(name, held.sections)) is not None:
+                layers[layer] += self.bytes_on_rank(name)
+        return Fraction(total - layers.total() + max(layers.values(), default=0), total)
+
+    def _layer_of(self, name: str, sections: Sequence[str]) -> str | None:
+        """The layer of a stack that a parameter belongs to, None outside of layers: its name up to the first
+        number within a block that comes layer by layer."""
+        for unit in (unit for s in sections for unit in self.plan.find_section(s).units):
+            if found := re.match(rf"{re.escape(unit)}\.(.*?\.)?\d+(?=\.)", name):
+                return found[0]
+        return None
+
     def section_closing_ns(self, section: str) -> int:
         """Least time between a section's last backward and its updated parameters, on the rank where it takes
-        longest: the last bucket is summed, and parameters are gathered. Earlier buckets may be summed during
-        that backward. Parameters that other sections hold, too, do not count."""
+        longest: the last bucket is summed, and parameters are gathered that the next forward does not hide.
+        Earlier buckets may be summed during that backward. Parameters that other sections hold, too, do not
+        count."""
         own_groups = [h for h in self.reduction_groups if h.sections == (section,)]
         closing = [
-            (h.ranks, int(self.bucket_share(h) * self.sum_ns(h)), self.gather_ns(h)) for h in own_groups
+            (
+                h.ranks,
+                int(self.bucket_share(h) * self.sum_ns(h)),
+                int(self.open_share(h) * self.gather_ns(h)),
+            )
+            for h in own_groups
         ]
         return max(
             (

@@ -6,8 +6,10 @@ posted a window ahead of the program, a message moves once both its ends are pos
 and a computation waits for the messages that it consumes. The sums of a section's gradients begin within its
 last backwards, bucket by bucket as these become final, and overlap with what follows; those of one rank run
 one after the other. At the end of its program a rank waits for its sends and sums, then all ranks wait for
-each other (the global norm), then each takes its optimizer step. Overheads of a rank count, too: a task's is
-part of its cost, a message's occupies the sender, a step's (planning, metadata) is added at its end.
+each other (the global norm), then each takes its optimizer step. The gathers of updated parameters pass
+behind the next step's first forwards; what these do not hide counts as the end of this step. Overheads of a
+rank count, too: a task's is part of its cost, a message's occupies the sender, a step's (planning, metadata)
+is added at its end.
 
 Every simulation first checks the schedule (`runtime/validation/full_check.py`): completeness, dependencies,
 order of channels, no deadlock. Events are processed in order of time and rank, so the same input gives the
@@ -111,6 +113,7 @@ class _Simulator:
         )
         # By section: rank -> start, end of its last backward.
         self.last_backwards: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
+        self.first_forwards: dict[str, dict[int, int]] = defaultdict(dict)  # ns, by section and rank
         self.wake_times = [(0, rank) for rank in range(len(self.ranks))]
         self.compute: list[ComputeEvent] = []
         self.transfers: list[TransferEvent] = []
@@ -124,7 +127,8 @@ class _Simulator:
             time, index = heapq.heappop(self.wake_times)
             self.resume_rank(index, time)
         stepped = tuple(self._program_end(index) for index in range(len(self.ranks)))
-        for reduction, *span in run_reductions(self.traffic.timed_reductions, self.last_backwards, stepped):
+        timed = self.traffic.timed_reductions
+        for reduction, *span in run_reductions(timed, self.last_backwards, stepped, self.first_forwards):
             self.reductions.append(ReductionEvent(reduction.sections, reduction.ranks, *span))
         synced = max(
             (
@@ -207,7 +211,9 @@ class _Simulator:
             )
         )
         rank.free_at = end
-        if i.kind != "F":
+        if i.kind == "F":
+            self.first_forwards[i.section].setdefault(index, end - start)
+        else:
             self.last_backwards[i.section][index] = start, end
         heapq.heappush(self.wake_times, (end, index))
 

@@ -3,19 +3,24 @@ optimizer step."""
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from secc.alloc.problem.micro_batch_times import busiest_replica_ns, deferred_backward_ns
 from secc.alloc.problem.section_load import BusiestReplica, SectionLoad, UpdateTimes
 from secc.alloc.problem.workload import Workload
+from secc.cluster import OWN_RUNTIME, Cluster
 from secc.cost.model import roofline
 from secc.cost.model.memory import rank_memory
+from secc.cost.model.section_cost import SectionCost
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
+from secc.runtime.parameters.reduction_times import exposed_gather_ns
 
 
 def gradient_and_optimizer_ns(
     work: Workload, load: SectionLoad, dp: int, size: int, sharding: str, recompute: str
 ) -> int:
     """Time from the last backward to the end of the step, in ns: sums of gradients as far as that backward
-    does not hide them, parameters gathered, and optimizer step."""
+    does not hide them, gathers of parameters as far as the next forward does not, and optimizer step."""
     busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
     return update_ns(work, load, dp, sharding, recompute, busy)
 
@@ -27,7 +32,8 @@ def update_ns(
     deferred = deferred_backward_ns(load, busy.backward_ns, recompute)
     last = deferred if load.shape.backward_parts > 1 else busy.backward_ns
     exposed = exposed_sums_ns(update.sums, load.cost.trainable_bytes, last)
-    return exposed + update.gathers + update.optimizer
+    forward = busy.mean_forward_ns
+    return exposed + exposed_gather_ns(update.gathers, update.open_share, forward) + update.optimizer
 
 
 def exposed_sums_ns(sums_ns: int, parameter_bytes: int, last_backward_ns: int) -> int:
@@ -50,7 +56,7 @@ def update_times(work: Workload, load: SectionLoad, dp: int, sharding: str) -> U
 def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> UpdateTimes:
     cost, cluster = load.cost, work.cluster
     if load.mode != "train":
-        return UpdateTimes(0, 0, 0)
+        return UpdateTimes(0, 0, 0, 0)
     copies = dp * load.shape.cp
 
     def step_ns(shards: int = 1) -> int:
@@ -62,7 +68,7 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
 
     if sharding == "zero3" and copies > 1:
         # Every backward has summed its gradients.
-        return UpdateTimes(0, 0, step_ns(copies))
+        return UpdateTimes(0, 0, 0, step_ns(copies))
     # Experts are summed over the replicas that hold the same ones, all else over all replicas.
     # `place` puts replicas of a stage, not stages of a replica, next to each other where sums take long.
     replicas, stride = cost.expert_replicas, load.shape.tp
@@ -71,7 +77,7 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
         sums = roofline.gradient_all_reduce_ns(
             cost.gradient_sum_bytes - experts, copies, cluster, stride
         ) + roofline.gradient_all_reduce_ns(experts, copies // replicas, cluster, stride * replicas)
-        return UpdateTimes(sums, 0, step_ns())
+        return UpdateTimes(sums, 0, 0, step_ns())
     weights = cost.expert_trainable_bytes if replicas > 1 else 0
     sums = roofline.gradient_reduce_scatter_ns(
         cost.gradient_sum_bytes - experts, copies, cluster, stride
@@ -81,4 +87,15 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
     ) + roofline.parameter_all_gather_ns(weights, copies // replicas, cluster, stride * replicas)
     if cluster.device.framework.hides_gathers:
         gathers = 0
-    return UpdateTimes(sums, gathers, step_ns(copies // replicas if replicas > 1 else copies))
+    open_gathers = int(_open_share(cost, cluster) * gathers)
+    return UpdateTimes(sums, gathers, open_gathers, step_ns(copies // replicas if replicas > 1 else copies))
+
+
+def _open_share(cost: SectionCost, cluster: Cluster) -> Fraction:
+    """The part of gathers that no forward hides: of what is outside of layers, and of one layer. All of them
+    on CPUs, which copy the bytes themselves, and under frameworks that wait for them."""
+    waits = cluster.device.backend == "cpu" or cluster.device.framework != OWN_RUNTIME
+    if waits or not cost.layers or not cost.param_bytes:
+        return Fraction(1)
+    outside = min(cost.outside_layers_bytes, cost.param_bytes)
+    return Fraction(outside + (cost.param_bytes - outside) // cost.layers, cost.param_bytes)

@@ -49,6 +49,12 @@ class BusiestReplica(NamedTuple):
     forward_ns: int
     backward_ns: int
 
+    @property
+    def mean_forward_ns(self) -> int:
+        """Ns of a mean forward, with the share of forwards in the longest micro-batch."""
+        longest = self.forward_ns + self.backward_ns
+        return self.total_ns * self.forward_ns // (self.micro_batches * longest) if longest else 0
+
 
 class RankShare(NamedTuple):
     """What a rank of a pipeline has of a section: fractions of its layers and of its time, and whether it has
@@ -62,11 +68,17 @@ class RankShare(NamedTuple):
 
 class UpdateTimes(NamedTuple):
     """What follows the backwards of a section on a rank, in ns: sums of gradients, gathers of the updated
-    parameters, and the optimizer step."""
+    parameters, the part of these that no forward hides, and the optimizer step."""
 
     sums: int
     gathers: int
+    open_gathers: int
     optimizer: int
+
+    @property
+    def open_share(self) -> Fraction:
+        """The part of the gathers that no forward hides."""
+        return Fraction(self.open_gathers, self.gathers or 1)
 
 
 @dataclass(frozen=True)

@@ -442,13 +442,20 @@ class PlanEvaluator:
             for replica in ranks_by_replica(s):
                 for rank in replica:
                     program_ends[rank] = max(program_ends[rank], ends.get(replica[0], 0))
-            sums, gathers, optimizer = (
-                ns // c.chunks for ns in update_times(work, load, c.dp, c.sharding)
-            )  # of all chunks on the rank
-            optimizer_ns.update(dict.fromkeys(ranks, optimizer))
-            if sums or gathers:
+            update = update_times(work, load, c.dp, c.sharding)  # of all chunks on the rank
+            optimizer_ns.update(dict.fromkeys(ranks, update.optimizer // c.chunks))
+            if update.sums or update.gathers:
                 share = Fraction(BUCKET_BYTES * c.chunks, max(1, load.cost.trainable_bytes))
-                reductions.append(TimedReduction((s.name,), ranks, sums, gathers, min(Fraction(1), share)))
+                reductions.append(
+                    TimedReduction(
+                        (s.name,),
+                        ranks,
+                        update.sums // c.chunks,
+                        update.gathers // c.chunks,
+                        min(Fraction(1), share),
+                        update.open_share,
+                    )
+                )
         last_backwards = {
             s.name: {
                 rank: timeline.last_backwards[s.name].get(rank, (program_ends[rank], program_ends[rank]))
@@ -456,7 +463,7 @@ class PlanEvaluator:
             }
             for s in plan.sections
         }
-        reduced = run_reductions(reductions, last_backwards, program_ends)
+        reduced = run_reductions(reductions, last_backwards, program_ends, timeline.first_forwards)
         return max((*program_ends, *(end for _, _, end in reduced))) + max(optimizer_ns.values(), default=0)
 
     def _prefetch_ends(
@@ -508,8 +515,8 @@ class PlanEvaluator:
 
 
 class _OrderTimeline:
-    """Replayed order: the end of each section, start and end of its last backward, and the most that it holds
-    at once (micro-batches, bytes), by rank."""
+    """Replayed order: the end of each section, ns of its first forward, start and end of its last backward,
+    and the most that it holds at once (micro-batches, bytes), by rank."""
 
     def __init__(self, order: Order, message_ns: Mapping[tuple[str, str], int]) -> None:
         ranges, rank = order.step_tasks.ranges, order.step_tasks.graph.rank_of
@@ -521,6 +528,16 @@ class _OrderTimeline:
                 for on, end in zip(rank[part.start : part.stop], ends[part.start : part.stop], strict=True):
                     if end > ends_of_section.get(on, 0):
                         ends_of_section[on] = end
+        self.first_forwards: dict[str, dict[int, int]] = {name: {} for name in ranges}
+        for name, n in ranges.items():
+            first_starts, backward_ns = dict[int, int](), order.tables[name].backward_ns
+            for m in range(n.count):
+                task = n.forward_start + m
+                on, start = rank[task], starts[task]
+                if start < first_starts.get(on, start + 1):
+                    first_starts[on] = start
+                    both = backward_ns[m] if n.backward_start == n.forward_start else 0
+                    self.first_forwards[name][on] = ends[task] - both - start
         self.last_backwards: dict[str, dict[int, tuple[int, int]]] = {name: {} for name in ranges}
         for name, n in ranges.items():
             last_of_section, table = self.last_backwards[name], order.tables[name]

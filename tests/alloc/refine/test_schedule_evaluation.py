@@ -83,11 +83,13 @@ def evaluate_and_simulate(
     for s in plan.sections:
         c = chosen[s.user_section_name]
         load = work.rank_load(work.loads[s.user_section_name], c.shape, stage=s.stage)
-        sums, gathers, optimizer = (ns // c.chunks for ns in update_times(work, load, c.dp, c.sharding))
+        update = update_times(work, load, c.dp, c.sharding)
+        sums, gathers = update.sums // c.chunks, update.gathers // c.chunks
         ranks = tuple(replica_first_ranks(s))
         share = min(Fraction(1), Fraction(BUCKET_BYTES * c.chunks, load.cost.trainable_bytes))
-        reductions += [TimedReduction((s.name,), ranks, sums, gathers, share)] if sums or gathers else []
-        optimizer_ns.update(dict.fromkeys(ranks, optimizer))
+        if sums or gathers:
+            reductions.append(TimedReduction((s.name,), ranks, sums, gathers, share, update.open_share))
+        optimizer_ns.update(dict.fromkeys(ranks, update.optimizer // c.chunks))
     assert reductions
     traffic.__dict__["timed_reductions"] = reductions
     monkeypatch.setattr(Traffic, "optimizer_ns", lambda _, rank: optimizer_ns[rank])

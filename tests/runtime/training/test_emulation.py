@@ -119,7 +119,7 @@ def test_sums_run_behind_the_last_backward_as_simulated(sharding):
     samples = [make_sample(0, "images"), make_sample(1, "images"), make_sample(2), make_sample(3)]
     step = simulate(plan, samples, schedule_batch(plan, samples))
     times = [
-        [*(t for name in ("vision", "lm") for t in _last_backward(step, name, rank)), step.program_ends[rank]]
+        [*(t for name in ("vision", "lm") for t in _times_of(step, name, rank)), step.program_ends[rank]]
         for rank in (0, 1)
     ]
     table = make_emulation_table(plan)
@@ -127,9 +127,14 @@ def test_sums_run_behind_the_last_backward_as_simulated(sharding):
     assert reductions_end(table, ["vision", "lm"], times) == step.gradients_summed < in_the_open
 
 
-def _last_backward(step, section, rank):
-    own = [c for c in step.compute if (c.section, c.rank, c.kind) == (section, rank, "B")]
-    return own[-1].start, own[-1].end
+def _times_of(step, section, rank):
+    """Start and end of a section's last backward on a rank, and the length of its first forward."""
+    of_section = [c for c in step.compute if (c.section, c.rank) == (section, rank)]
+    first, last = (
+        next(c for c in found if c.kind == kind)
+        for found, kind in ((of_section, "F"), (of_section[::-1], "B"))
+    )
+    return last.start, last.end, first.end - first.start
 
 
 @pytest.mark.parametrize(
