@@ -6,6 +6,7 @@ PyTorch.
     python -m tools.zoo --family audio --no-run  one family, compiled and checked only
     python -m tools.zoo --fuse                   with fused operators
     python -m tools.zoo --layers --no-run        captured by layers, too, where that differs
+    python -m tools.zoo --sharding zero1         every trained section on all ranks, with a sharded optimizer
 
 For each architecture: whether its glue is generic, re-recorded or hidden in a block, its sections, and
 `exact` or the first line of the error, and the processor time of its compilation and its check. Failures are
@@ -41,6 +42,7 @@ from secc.errors import UserError
 from secc.frontend.capture.block_selection import ModuleTree
 from secc.frontend.capture.capture import capture_model
 from secc.report.html_page import report_page
+from secc.runtime.plan.schema import Plan
 from tools.benchmark_table import BenchmarkTable, add_json_option
 from tools.compare_training import (
     TrainingResult,
@@ -105,10 +107,15 @@ class Row:
 
 
 def look(
-    entry: Entry, ranks: int = RANKS, run: bool = True, fuse: bool | None = None, layers: bool = False
+    entry: Entry,
+    ranks: int = RANKS,
+    run: bool = True,
+    fuse: bool | None = None,
+    layers: bool = False,
+    sharding: str | None = None,
 ) -> Row:
     """Compiles, checks and, unless told otherwise, runs one architecture. layers: captures it by layers, too,
-    if that differs, and checks that plan."""
+    if that differs, and checks that plan. sharding: of the optimizers, with each section on all ranks."""
     row, start = Row(entry.name, entry.family), time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -116,9 +123,10 @@ def look(
         model = write_recording_model(entry.name, folder, folder)
         try:
             begin = _cpu_seconds()
-            compiled = compile_model(
-                model, CompileOptions(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, fuse=fuse)
-            )
+            options = CompileOptions(cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, fuse=fuse)
+            compiled = compile_model(model, options)
+            if sharding is not None:
+                compiled = compile_model(model, _with_sharding(options, compiled.plan, sharding, ranks))
             row.compile_seconds = round(_cpu_seconds() - begin, 1)
             row.glue, row.sections = glue(compiled), {s.name: s.mode for s in compiled.plan.sections}
             row.fused = (
@@ -145,6 +153,13 @@ def look(
                 row.run = _first_line(error)
     row.wall_seconds = round(time.perf_counter() - start, 1)
     return row
+
+
+def _with_sharding(options: CompileOptions, plan: Plan, sharding: str, ranks: int) -> CompileOptions:
+    """The options with the sections of a plan on all ranks and sharded optimizers for those that train."""
+    trained = [s.user_section_name for s in plan.sections if s.mode == "train"]
+    pins = (f"{name}.{choice}" for name in trained for choice in (f"sharding={sharding}", f"dp={ranks}"))
+    return replace(options, strategy="colocate", set=tuple(dict.fromkeys(pins)))
 
 
 def _check_layers(compiled: CompiledPlan) -> str:
@@ -313,6 +328,7 @@ def main() -> int:
         "--fuse", action="store_true", default=None, help="with fused operators, and which rules matched"
     )
     parser.add_argument("--layers", action="store_true", help="capture by layers, too")
+    parser.add_argument("--sharding", help="of optimizers, such as zero1, with each section on all ranks")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     add_json_option(parser)
     options = parser.parse_args()
@@ -327,7 +343,9 @@ def main() -> int:
 
     def look_at_each() -> Iterator[Row]:
         for entry in chosen:
-            row = look(entry, options.ranks, not options.no_run, options.fuse, options.layers)
+            row = look(
+                entry, options.ranks, not options.no_run, options.fuse, options.layers, options.sharding
+            )
             rows.append(row)
             print(
                 f"{row.wall_seconds:6.1f} s  {row.name:24} {row.error or EXACT}", file=sys.stderr, flush=True

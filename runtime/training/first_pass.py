@@ -78,6 +78,7 @@ class FirstPass:
             exchanges=engine.exchanges,
             norms=engine.norms,
             stopwatch=engine.stopwatch,
+            before_compute=engine.before_compute,
         )
 
     def find_statistics(

@@ -125,6 +125,7 @@ def test_labels_that_inputs_do_not_show_may_be_ignored(by_teacher: bool, tmp_pat
         (3, {"sections": ("encoder=encoder", "heads=depth+parts"), "strategy": "apart"}),
         (2, {"sections": ("model=encoder+depth+parts",), "set": ("model.dp=2", "model.micro_batch=1")}),
         (2, {"sections": ("model=encoder+depth+parts",), "set": ("model.dp=2", "model.sharding=zero3")}),
+        (2, {"sections": ("model=encoder+depth+parts",), "set": ("model.dp=2", "model.sharding=zero1")}),
     ],
 )
 def test_ranks_train_with_functions_of_global_sums(
