@@ -12,9 +12,10 @@ norm operator alone, which the norm's own rewritten code shows (`depends_through
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -67,17 +68,23 @@ def rewrite_layer(module: nn.Module, is_norm: Callable[[nn.Module], bool]) -> Re
     """
     function = inspect.unwrap(type(module).forward)
     code = plain_code(function)
-    norms = {n for n, m in module.named_children() if not has_hooks(m) and is_norm(m)}
+    norms = frozenset(n for n, m in module.named_children() if not has_hooks(m) and is_norm(m))
     if not norms or code is None or "forward" in vars(module) or code.co_freevars:
         return None
     assert isinstance(function, FunctionType)
+    return _rewrite_function(function, norms)
+
+
+@functools.cache  # a stack has many layers of one class
+def _rewrite_function(function: FunctionType, norms: frozenset[str]) -> RewrittenLayer | None:
+    """Rewrites the code of a `forward` with children `norms`; see `rewrite_layer`."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, SyntaxError):
         return None
     if not isinstance(tree, ast.FunctionDef) or _needs_own_class(tree, function):
         return None
-    ast.increment_lineno(tree, code.co_firstlineno - 1)
+    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
     search = _SumSearch(tree.args.args[0].arg, norms)
     search.rewrite_statements(tree)
     if not search.found or not _keeps_lines_of_calls(tree, tree.args.args[0].arg):
@@ -125,7 +132,7 @@ class _SumSearch:
     """Rewrites sums in lists of statements. `own`: the name of the module's argument; `found`: norms used."""
 
     own: str
-    norms: set[str]
+    norms: Collection[str]
     found: list[str] = field(default_factory=list[str])
 
     def rewrite_statements(self, parent: ast.AST) -> None:
@@ -178,7 +185,7 @@ def _copies_name(statement: ast.stmt, name: str) -> bool:
 class _NormTaker(ast.NodeTransformer):
     """Replaces the call of a norm with `name` in a statement by the name `normed`."""
 
-    def __init__(self, own: str, name: str, normed: str, norms: set[str]) -> None:
+    def __init__(self, own: str, name: str, normed: str, norms: Collection[str]) -> None:
         self._own, self._name, self._normed, self._norms = own, name, normed, norms
         self.norm = ""
 
