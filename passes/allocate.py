@@ -50,7 +50,7 @@ from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory
 from secc.cluster import GIB, Cluster, parse_cluster
 from secc.cost.model.memory import layer_bytes
 from secc.cost.model.step_overheads import cluster_with_overheads
-from secc.errors import ImpossibleChoice, UserError
+from secc.errors import ImpossibleChoice, TooManyRanks, UserError
 from secc.ir.analysis.sample_sizes import SHOWN_BATCH
 from secc.ir.analysis.token_count import token_count
 from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_section
@@ -440,10 +440,11 @@ class Allocate(ModulePass):
             graph = work.graph
             alone = [s.sym.data for s in graph.sections if whole_batch_of_section(graph, s) == ALONE]
             why = f" (all samples of a step on one rank: {', '.join(alone)})" if alone else ""
-            raise UserError(
-                f"expected at most {usable} ranks, for which a global batch of {work.global_batch} samples "
+            most = "1 rank" if usable == 1 else f"{usable} ranks"
+            raise TooManyRanks(
+                f"expected at most {most}, for which a global batch of {work.global_batch} samples "
                 f"has work{why}, got {ranks}",
-                remedy=f"use at most {usable} ranks, or a larger global batch",
+                usable,
             )
 
 

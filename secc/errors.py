@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from secc.runtime.errors import UserError, printable_text
 
-__all__ = ["ImpossibleChoice", "InexactPlan", "UserError", "printable_text"]
+__all__ = ["ImpossibleChoice", "InexactPlan", "TooManyRanks", "UserError", "printable_text"]
 
 
 class ImpossibleChoice(UserError):
@@ -24,3 +24,12 @@ class ImpossibleChoice(UserError):
 
 class InexactPlan(UserError):
     """A plan that the exactness check found to differ from plain PyTorch: a defect, unlike a refusal."""
+
+
+class TooManyRanks(UserError):
+    """More ranks were asked for than a global batch has work for, which is `usable`."""
+
+    def __init__(self, message: str, usable: int) -> None:
+        ranks = "1 rank" if usable == 1 else f"{usable} ranks"
+        super().__init__(message, remedy=f"use at most {ranks}, or a larger global batch")
+        self.usable = usable

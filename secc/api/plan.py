@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from secc.api.model import Model, load
 from secc.api.results import Comparison, ExactnessCheck, Explanation, RunResult, Simulation
 from secc.driver.compile_options import CompileOptions
-from secc.errors import UserError
+from secc.errors import TooManyRanks, UserError
 from secc.report.plan_brief import plan_brief
 from secc.report.text_table import TextTable
 from secc.runtime.data.epoch_order import repeated_samples_text
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 Choices = Mapping[str, object] | Sequence[str]
 DEFAULT_PLAN = "plan"
+_CHECK_RANKS = 2  # of `secc check`, where nothing else is asked for
 LEAST_PACKING_GAIN = 0.02  # of a predicted step, for --pack auto
 # Of a run's metrics, what its table leaves out.
 _NOT_SHOWN = ("run", "recorded", "kept", "recording_s", "exposed_s", "waiting_s")
@@ -289,7 +290,7 @@ def _add_note(compiled: CompiledPlan, note: str) -> CompiledPlan:
 def check(
     model: Model | str | Path,
     *,
-    ranks: int = 2,
+    ranks: int | None = None,
     small: bool = False,
     stats_samples: int = 64,
     accept: Sequence[str] = (),
@@ -299,16 +300,17 @@ def check(
     whole_batch: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ExactnessCheck:
-    """Compiles a model for `ranks` CPU processes and compares the plan with plain PyTorch on small batches.
-    `small`: check `small_model()`. Raises UserError if the plan is not exact."""
+    """Compiles a model for `ranks` CPU processes (default: 2, or 1 if the model has work for no more) and
+    compares the plan with plain PyTorch on small batches. `small`: check `small_model()`. Raises UserError if
+    the plan is not exact."""
     from secc.driver.compile import compile_model
     from secc.driver.exactness_check import check_exactness
     from secc.report.plan_tables import plan_tables
 
     _refuse_in_model_file()
     options = CompileOptions(
-        cluster=f"local:{ranks}",
-        global_batch=8 * ranks,
+        cluster=f"local:{ranks or _CHECK_RANKS}",
+        global_batch=8 * (ranks or _CHECK_RANKS),
         stats_samples=stats_samples,
         small=small,
         accept=tuple(accept),
@@ -317,7 +319,13 @@ def check(
         gather=tuple(gather),
         whole_batch=tuple(whole_batch),
     )
-    compiled = compile_model(_as_model(model).path, options, progress)
+    try:
+        compiled = compile_model(_as_model(model).path, options, progress)
+    except TooManyRanks as error:
+        if ranks is not None:
+            raise
+        fewer = dataclasses.replace(options, cluster=f"local:{error.usable}")
+        compiled = compile_model(_as_model(model).path, fewer, progress)
     if progress is not None:
         progress("compare with the eager model")
     plan = check_exactness(compiled, required=True).plan

@@ -21,7 +21,10 @@ from secc.cli.console import out, print_json, print_table, show_progress, styled
 
 def command(
     model: MODEL_ARGUMENT,
-    ranks: Annotated[int, typer.Option(help="number of CPU processes to plan for")] = 2,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="number of CPU processes to plan for (default 2; 1 if there is work for no more)"),
+    ] = None,
     small: Annotated[bool, typer.Option(help="check small_model() instead of model()")] = False,
     stats_samples: Annotated[int, typer.Option(help="samples of dataset() to draw")] = 64,
     accept: ACCEPT_OPTION = None,

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -435,7 +436,8 @@ def _capture_with_or_without_crops(
 def _find_eager_failure(
     error: UserError, user: UserModel, meta: nn.Module, survey: DatasetSurvey, options: CompileOptions
 ) -> UserError | None:
-    """Runs plain PyTorch on the first samples if the user's own code raised `error`.
+    """Runs plain PyTorch on the first samples, and on each drawn sample alone, if the user's own code raised
+    `error`.
 
     Returns the error of plain PyTorch; None if it succeeds or the model is too large to build here. Under
     --dtype, which the model may not be written for, the error says so.
@@ -443,15 +445,16 @@ def _find_eager_failure(
     if not eager_failure.is_user_error(error):
         return None
     model = _build_model_if_small(user, meta, options.small)
-    samples = [d.sample for d in survey.drawn_samples if d.sample is not None][:2]
+    samples = [d.sample for d in survey.drawn_samples if d.sample is not None]
     failure = None
     if model is not None:
-        failure = eager_failure.find_eager_failure(user, model, samples)
-        failure = failure or eager_failure.find_eager_failure(user, model, samples[:1])
+        tries = itertools.chain([samples[:2]], ([s] for s in samples))
+        failures = (eager_failure.find_eager_failure(user, model, some) for some in tries)
+        failure = next((f for f in failures if f is not None), None)
     if failure is not None or not options.dtype:
         return failure
     if model is not None:
-        failure = eager_failure.find_eager_failure(user, cast_model(model, options.dtype), samples)
+        failure = eager_failure.find_eager_failure(user, cast_model(model, options.dtype), samples[:2])
         if failure is None:
             return None
     return eager_failure.blame_compute_dtype(failure or error, options.dtype, meta)

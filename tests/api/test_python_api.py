@@ -265,3 +265,39 @@ def test_importing_secc_is_light_and_lists_its_names() -> None:
     assert secc.__version__ and {"load", "Model", "compile", "check", "Plan", "Trainer"} <= set(secc.__all__)
     with pytest.raises(AttributeError, match="no attribute 'missing'"):
         _ = secc.missing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+ONE_RANK = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Codebook(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.codes, self.head = nn.Parameter(torch.randn(8, 4)), nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        nearest = torch.cdist(x, self.codes).argmin(1).tolist()
+        return F.cross_entropy(self.head(x + self.codes[nearest]), y) * len(set(nearest))
+
+
+def model():
+    return Codebook()
+
+
+def dataset():
+    made = (torch.Generator().manual_seed(i) for i in range(40))
+    return [{"x": torch.randn(4, generator=g), "y": torch.tensor(i % 3)} for i, g in enumerate(made)]
+"""
+
+
+def test_a_check_takes_one_rank_where_there_is_work_for_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(ONE_RANK)
+    blocks = ("lines_13_to_14",)
+    assert secc.check(path, whole_batch=blocks).plan.world_size == 1
+    with pytest.raises(secc.UserError, match="expected at most 1 rank") as refused:
+        secc.check(path, whole_batch=blocks, ranks=2)
+    assert "use at most 1 rank," in refused.value.remedy

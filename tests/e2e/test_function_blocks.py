@@ -99,9 +99,50 @@ def test_functions_train_as_in_plain_pytorch(name: str, tmp_path: Path) -> None:
     assert list(find_differences(found, reference)) == []
 
 
+EMPTY = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, passages, owner, label):
+        x = self.words(passages)
+        x = self.attention(x, x, x, passages < 0, need_weights=False)[0].mean(1)
+        x = torch.zeros(len(label), 8).index_add(0, owner, x)
+        return nn.functional.cross_entropy(self.head(x), label)
+
+
+def model():
+    return Model()
+
+
+def dataset():
+    return [(torch.arange(4 * (i % 3)).view(-1, 4), i % 3) for i in range(24)]
+
+
+def collate(samples):
+    owner = torch.cat([torch.full((len(rows),), i) for i, (rows, _) in enumerate(samples)])
+    label = torch.tensor([label for _, label in samples])
+    return {"passages": torch.cat([rows for rows, _ in samples]), "owner": owner, "label": label}
+"""
+
+
 def test_a_model_that_takes_no_sample_alone_is_refused(tmp_path: Path) -> None:
     normed = PSEUDO_LABELS.replace("nn.Linear(8, 8))", "nn.Linear(8, 8), nn.GroupNorm(8, 8))")
     (tmp_path / "model.py").write_text(normed)
     with pytest.raises(UserError, match="plain PyTorch too, on a batch of one sample") as refused:
         check_exactness(compile_model(tmp_path / "model.py", CompileOptions()), required=True)
     assert refused.value.where.startswith("model.py:") and "one sample" in refused.value.remedy
+
+
+def test_samples_without_rows_that_plain_pytorch_cannot_compute_alone(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(EMPTY)
+    with pytest.raises(UserError, match="plain PyTorch too, on a batch of one sample") as refused:
+        check_exactness(compile_model(tmp_path / "model.py", CompileOptions()), required=True)
+    assert "no entries of passages" in refused.value.remedy and "None" in refused.value.remedy

@@ -17,14 +17,17 @@ from typing import Any
 from torch import nn
 
 from secc.frontend.capture.capture import Capture
-from secc.frontend.dataset.survey import DatasetSurvey, InputPattern
+from secc.frontend.dataset.survey import DatasetSurvey, InputPattern, sequence_length
 from secc.runtime.model.user_file import UserModel
+from secc.runtime.plan.batch_sizes import pad_batch, read_symbol_sizes
 from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Plan
 from secc.runtime.recorder import Recorder
 from secc.runtime.sections.base import SectionModule
 
 MAX_BATCH_SAMPLES = 64
+_COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MAX_BATCH_SAMPLES)  # of samples that are compared
+_FEW_COUNTS = (2, 4)
 MAX_RECORDED_SAMPLES = 16  # where all glue is recorded, which is slower than evaluating guards
 
 SampleList = list[dict[str, Any]]
@@ -113,12 +116,27 @@ class BatchDecisions:
 
     def _find_fewest_differing(self, samples: SampleList, read: ReadValue) -> SampleList | None:
         """Returns the fewest leading samples with one that alone has another value than all together; None
-        if there are none."""
-        alone = [read(self._user.collate([s])) for s in samples]
-        for count in (
-            n for n in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MAX_BATCH_SAMPLES) if n < 2 * len(samples)
-        ):
-            if any(value != read(self._user.collate(samples[:count])) for value in alone[:count]):
+        if there are none. Where each is padded to the width of all, the longest is the only one that may be
+        without padding: then any sample may be the longest, with the shorter ones behind it."""
+        if self._plan.widths == "own":
+            return self._find_leading(samples, read, _COUNTS)
+        longest_first = sorted(samples, key=sequence_length, reverse=True)
+        others = (self._find_leading(longest_first[k:], read, _FEW_COUNTS) for k in range(1, len(samples)))
+        return self._find_leading(longest_first, read, _COUNTS) or next(filter(None, others), None)
+
+    def _find_leading(self, samples: SampleList, read: ReadValue, counts: Sequence[int]) -> SampleList | None:
+        """Returns the fewest leading samples, as many as one of `counts`, with one that has another value in
+        a micro-batch of its own than all together."""
+        batches = [self._user.collate([s]) for s in samples[: max(counts)]]
+        alone = [read(batch) for batch in batches] if self._plan.widths == "own" else []
+        for count in (n for n in counts if n < 2 * len(samples)):
+            together = self._user.collate(samples[:count])
+            if self._plan.widths != "own":
+                sizes = read_symbol_sizes(together, self._plan.symbols)
+                widths = {s.name: sizes[s.name] for s in self._plan.symbols if s.is_padded}
+                alone = [read(pad_batch(batch, self._plan.inputs, widths)) for batch in batches[:count]]
+            value = read(together)
+            if any(own != value for own in alone[:count]):
                 return samples[:count]
         return None
 

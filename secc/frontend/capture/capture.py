@@ -48,7 +48,8 @@ from secc.frontend.capture.shared_explanations import SharedExplanations
 from secc.frontend.dataset.input_symbols import ModelInputs
 from secc.frontend.dataset.survey import DatasetSurvey, InputPattern
 from secc.ir.dialect.readable_names import BUFFER_CONSTANT_PREFIX
-from secc.runtime.model.source_lines import forward_source_line
+from secc.runtime.model.function_blocks import FunctionBlock, StatementBlock
+from secc.runtime.model.source_lines import format_source_line, forward_source_line
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.schema import RandomOp
 from secc.runtime.recorder import BlockError, Hazard, Recorder
@@ -499,16 +500,21 @@ def _name_constants(case: CapturedCase) -> CapturedCase:
 
 def _describe_block(tree: ModuleTree, path: str, call: fx.Node) -> CapturedBlock:
     """Describes a block by its module and one call of it; the call's place stands for classes of torch
-    itself."""
+    itself, and for statements."""
     module = tree.modules[path]
+    if isinstance(module, FunctionBlock) and not isinstance(module, StatementBlock):
+        code = module.function.__code__
+        where = format_source_line(code, code.co_firstlineno)
+    elif isinstance(module, StatementBlock) or type(module).__module__.startswith("torch."):
+        where = call.meta["where"]
+    else:
+        where = forward_source_line(type(module))
     parameters = dict(module.named_parameters(prefix=path))
     around = tree.component_of(path)
     return CapturedBlock(
         path,
         type(module).__name__,
-        call.meta["where"]
-        if type(module).__module__.startswith("torch.")
-        else forward_source_line(type(module)),
+        where,
         tuple(parameters),
         sum(p.numel() for p in parameters.values()),
         sum(p.numel() for p in parameters.values() if p.requires_grad),

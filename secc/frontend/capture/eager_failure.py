@@ -51,13 +51,33 @@ def find_eager_failure(
             f"{type(error).__name__}: {why}"
         )
         remedy = (
-            "let forward compute one sample: a norm over one value, for example, needs larger inputs"
+            _explain_batch_of_one(user, batch)
             if alone
             else "correct the model file until plain PyTorch computes a loss"
             + _explain_default_batch(user, batch, samples)
         )
         return UserError(message, error_source_line(error), remedy)
     return None
+
+
+def _explain_batch_of_one(user: UserModel, batch: Mapping[str, Any]) -> str:
+    """Says how a sample that plain PyTorch cannot compute alone can be computed; a sample may have no rows of
+    an input, as no pictures."""
+    empty = [k for k, v in batch.items() if isinstance(v, torch.Tensor) and not v.numel()]
+    if not empty:
+        return "let forward compute one sample: a norm over one value, for example, needs larger inputs"
+    names = ", ".join(empty)
+    it = "it" if len(empty) == 1 else "them"
+    where = (
+        "collate() leave it out of a batch"
+        if user.defines("collate")
+        else "dataset() leave it out of a sample"
+    )
+    where = where if len(empty) == 1 else where.replace(" it ", " them ")
+    return (
+        f"this sample has no entries of {names}, and neither may a micro-batch: let {where} that has none of"
+        f" {it}, and give the argument of forward the default None"
+    )
 
 
 def _explain_default_batch(

@@ -41,6 +41,9 @@ from secc.runtime.training.widened_floats import computes_in_sixteen_bits, widen
 
 # Of a model with fewer parameters all micro-batches of the survey are probed, else two of each pattern.
 _SMALL_MODEL_PARAMETERS = 1 << 22
+# Lengths of small models' samples that differ in the remainder by this are probed: behind a convolution with
+# a stride, padding reaches samples of some lengths only.
+_REMAINDERS = 8
 _EXTRA_PADDING = 3  # positions of extra padding, odd so that it shows in patch and pooling sizes
 # Padding up to this multiple of a batch's own width, if the dataset has samples as wide: convolutions absorb
 # a few padded positions, so a little extra padding may not show.
@@ -234,7 +237,31 @@ def _is_padding_never_seen(
         for pattern in survey.micro_batch_patterns()
         for limited in _limit_pairs(survey.compose_batches(pattern)[:max_batches])
     )
-    return all(_is_padding_unseen(user, inputs, model, randomness, batch, far) for batch, far in batches)
+    if not all(_is_padding_unseen(user, inputs, model, randomness, batch, far) for batch, far in batches):
+        return False
+    others = [] if max_batches else _find_other_lengths(user, survey, inputs)
+    return all(_is_padding_unseen(user, inputs, model, randomness, [s], (False,)) for s in others)
+
+
+def _find_other_lengths(user: UserModel, survey: DatasetSurvey, inputs: ModelInputs) -> list[Sample]:
+    """Returns samples, at most one for each remainder of a padded width, with remainders that no batch of the
+    survey has; none if batches are large."""
+    padded = [s.name for s in inputs.symbols if s.is_padded]
+
+    def find_remainders(samples: list[Sample]) -> set[tuple[str, int]]:
+        sizes = combine_sizes([read_symbol_sizes(user.collate(samples), inputs.symbols)], inputs.symbols)
+        return {(name, sizes[name] % _REMAINDERS) for name in padded if sizes[name]}
+
+    probed = [b for pattern in survey.micro_batch_patterns() for b in survey.compose_batches(pattern)]
+    if any(len(batch) * max(map(sequence_length, batch)) ** 2 > _MAX_PAIRS for batch in probed):
+        return []
+    seen = set[tuple[str, int]]().union(*map(find_remainders, probed))
+    others = list[Sample]()
+    for sample in (s for pattern in survey.pattern_counts for s in survey.samples_of(pattern)):
+        if new := find_remainders([sample]) - seen:
+            seen |= new
+            others.append(sample)
+    return others
 
 
 def _limit_pairs(batches: list[list[Sample]]) -> list[tuple[list[Sample], tuple[bool, ...]]]:
