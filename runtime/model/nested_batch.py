@@ -8,12 +8,14 @@ A list that grows with the samples (one picture per sample) becomes up to three 
 the entries of all its tensors, concatenated along dim 0, with the leading dims that differ between tensors
 flattened into one. `pictures.*sizes` [tensors, dims] has these leading dims of each tensor. `pictures.*most`
 has no entries; its shape is the largest of them, which forward may pad to. If no dim differs, the tensors are
-stacked in `pictures.*` alone. A growing list of dicts is one list per key: `targets.*.boxes`. `flatten_batch`
-and `unflatten_batch` are inverses.
+stacked in `pictures.*` alone. A growing list of dicts is one list per key: `targets.*.boxes`. A growing list
+of lists (the sentences of each sample) is one list of all their tensors, `docs.*.*`, and `docs.*counts` says
+how many each has. `flatten_batch` and `unflatten_batch` are inverses.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +24,7 @@ import torch
 
 from secc.runtime.errors import UserError
 from secc.runtime.model.dataclass_args import built
-from secc.runtime.plan.schema import CLASS_KEY, EACH_SUFFIX, LARGEST_SUFFIX, SIZES_SUFFIX
+from secc.runtime.plan.schema import CLASS_KEY, COUNTS_SUFFIX, EACH_SUFFIX, LARGEST_SUFFIX, SIZES_SUFFIX
 
 KEY_SEPARATOR = "."
 _SPECIAL_IN_KEYS = frozenset(".[]*")  # what plans name the values inside a batch's values by
@@ -80,6 +82,8 @@ def listed(value: Any) -> Any:
     match value:
         case {"*class": str() as name}:
             return built(name, {key: listed(child) for key, child in value.items() if key != CLASS_KEY})
+        case {"*counts": counts}:
+            return _group_list(listed(value[EACH_SUFFIX]) if EACH_SUFFIX in value else [], counts)
         case {"*": dict() as columns}:
             return _dicts_from_columns(listed(columns))
         case {"*": each}:
@@ -102,6 +106,8 @@ def find_tensor_lists(batch: Mapping[str, Any]) -> dict[str, Sequence[torch.Tens
             }
         elif type(value) in (list, tuple) and value and all(isinstance(v, torch.Tensor) for v in value):
             tensor_lists[key] = value
+        elif (grouped := list_of_lists(value)) is not None:
+            tensor_lists[f"{key}{KEY_SEPARATOR}{EACH_SUFFIX}"] = [t for inner in grouped for t in inner]
         elif (columns := dict_list_columns(value)) is not None:
             tensor_lists |= {
                 f"{key}{KEY_SEPARATOR}{EACH_SUFFIX}{KEY_SEPARATOR}{inner}": tensors
@@ -110,13 +116,22 @@ def find_tensor_lists(batch: Mapping[str, Any]) -> dict[str, Sequence[torch.Tens
     return tensor_lists
 
 
+def list_of_lists(value: Any) -> Sequence[Sequence[torch.Tensor]] | None:
+    """Return a list of lists of tensors, some of which may be empty; None for any other value, or without
+    tensors."""
+    if type(value) not in (list, tuple) or not all(type(inner) in (list, tuple) for inner in value):
+        return None
+    tensors = [t for inner in value for t in inner]
+    return value if tensors and all(isinstance(t, torch.Tensor) for t in tensors) else None
+
+
 def may_hold_growing_lists(batch: Mapping[str, Any]) -> bool:
     """Whether a batch as collate returns it has lists that might grow. A list without tensors counts: it may
     be of samples that have none."""
     inner = (value for value in batch.values() if isinstance(value, Mapping))
     return (
         bool(find_tensor_lists(batch))
-        or any(type(v) in (list, tuple) and not v for v in batch.values())
+        or any(type(v) in (list, tuple) and not any(True for _ in _iter_leaves(v)) for v in batch.values())
         or any(map(may_hold_growing_lists, inner))
     )
 
@@ -143,8 +158,12 @@ def find_growing_lists(
     """
     tensors_by_key: dict[str, list[torch.Tensor]] = {}
     lengths: dict[str, list[tuple[int, list[int]]]] = {}
+    fixed = set[str]()  # lists of lists with an outer list that does not grow
     for together, singles in groups:
         single_lists = [find_tensor_lists(s) for s in singles]
+        counts = _outer_lengths(together)
+        alone = [_outer_lengths(s) for s in singles]
+        fixed |= {key for key, n in counts.items() if n != sum(one.get(key, 0) for one in alone)}
         for key, tensors in find_tensor_lists(together).items():
             tensors_by_key.setdefault(key, []).extend(tensors)
             lengths.setdefault(key, []).append(
@@ -153,9 +172,22 @@ def find_growing_lists(
     grown = [
         key
         for key, seen in lengths.items()
-        if all(n == sum(parts) for n, parts in seen) and any(len(parts) > 1 for _, parts in seen)
+        if all(n == sum(parts) for n, parts in seen)
+        and any(len(parts) > 1 for _, parts in seen)
+        and key not in fixed
     ]
     return {key: _count_varying_leading_dims(key, tensors_by_key[key], where) for key in grown}
+
+
+def _outer_lengths(batch: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
+    """Return the lengths of lists that may hold lists, by the flat keys of what these hold."""
+    lengths = dict[str, int]()
+    for key, value in batch.items():
+        if isinstance(value, Mapping):
+            lengths |= _outer_lengths(value, f"{prefix}{key}{KEY_SEPARATOR}")
+        elif type(value) in (list, tuple) and all(type(inner) in (list, tuple) for inner in value):
+            lengths[f"{prefix}{key}{KEY_SEPARATOR}{EACH_SUFFIX}"] = len(value)
+    return lengths
 
 
 def _count_varying_leading_dims(key: str, tensors: Sequence[torch.Tensor], where: str) -> int:
@@ -174,7 +206,14 @@ def _flatten_value(key: str, value: Any, where: str, lists: GrowingLists) -> dic
         return {}
     if key in lists and isinstance(value, (list, tuple)):
         return _join_list(key, value, lists[key], where)
-    if not any(True for _ in _iter_tensors(value)) or isinstance(value, torch.Tensor):
+    inside = f"{key}{KEY_SEPARATOR}{EACH_SUFFIX}"
+    if inside in lists and type(value) in (list, tuple):
+        if not value:
+            return {}
+        counts = {f"{key}{KEY_SEPARATOR}{COUNTS_SUFFIX}": torch.tensor([len(inner) for inner in value])}
+        return counts | _flatten_value(inside, [t for inner in value for t in inner], where, lists)
+    holds_lists = isinstance(value, Mapping) and any(n.startswith(f"{key}{KEY_SEPARATOR}") for n in lists)
+    if isinstance(value, torch.Tensor) or not (holds_lists or any(True for _ in _iter_tensors(value))):
         return {} if value == [] and _is_list_of_dicts(key, lists) else {key: value}
     if _is_list_of_dicts(key, lists) and (columns := dict_list_columns(value)) is not None:
         each = f"{key}{KEY_SEPARATOR}{EACH_SUFFIX}{KEY_SEPARATOR}"
@@ -255,6 +294,21 @@ def _split_joined_list(each: torch.Tensor, sizes: torch.Tensor | None) -> list[t
     ]
 
 
+def _group_list(entries: list[torch.Tensor], counts: torch.Tensor) -> list[list[torch.Tensor]]:
+    """Restore a list of lists from the entries of all of them."""
+    ends = list(itertools.accumulate(counts.tolist()))
+    return [entries[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _iter_leaves(value: Any) -> Iterator[Any]:
+    """Iterate over what lists and tuples hold."""
+    for child in value if type(value) in (list, tuple) else ():
+        if type(child) in (list, tuple):
+            yield from _iter_leaves(child)
+        else:
+            yield child
+
+
 def _iter_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Iterate over the tensors in dicts, lists and tuples; named tuples and other objects count as leaves."""
     if isinstance(value, torch.Tensor):
@@ -271,6 +325,9 @@ def _restore_lists(value: Any) -> Any:
     """Turn dicts with numbers as keys into lists, and joined entries into the lists they came from."""
     if not isinstance(value, dict):
         return value
+    if COUNTS_SUFFIX in value:
+        entries = _restore_lists(value[EACH_SUFFIX]) if EACH_SUFFIX in value else []
+        return _group_list(entries, value[COUNTS_SUFFIX])
     if isinstance(value.get(EACH_SUFFIX), dict):
         return _dicts_from_columns(_restore_lists(value[EACH_SUFFIX]))
     if EACH_SUFFIX in value:

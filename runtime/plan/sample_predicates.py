@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from secc.runtime.plan.schema import EACH_SUFFIX
+
 
 def is_active(when: Sequence[str], pattern: Collection[str]) -> bool:
     """Returns whether a section with predicate `when` processes a sample with the optional inputs
@@ -39,6 +41,12 @@ def inputs_of(when: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(key for term in when for keys in split_term(term) for key in keys))
 
 
+def describe_pattern(keys: Iterable[str]) -> str:
+    """Returns what messages call samples with these optional inputs: "pixel_values, mel". A list goes by its
+    own name (`secc.runtime.model.nested_batch`)."""
+    return ", ".join(_input_names(sorted(keys))) or "no optional inputs"
+
+
 def describe_predicate(when: Sequence[str]) -> str:
     """Returns a predicate in words: "every sample", "samples with pixel_values or mel", "samples without
     pixel_values and mel"."""
@@ -46,10 +54,14 @@ def describe_predicate(when: Sequence[str]) -> str:
         return "every sample"
     plain, others = list[str](), list[str]()
     for term in when:
-        having, lacking = split_term(term)
-        if having == [term]:
-            plain.append(term)
+        having, lacking = map(_input_names, split_term(term))
+        if len(having) == 1 and not lacking:
+            plain += [name for name in having if name not in plain]
         else:
             both = [("with", having), ("without", lacking)]
             others.append(" and ".join(f"{how} {' and '.join(keys)}" for how, keys in both if keys))
     return "samples " + " or ".join([f"with {' or '.join(plain)}"] * bool(plain) + others)
+
+
+def _input_names(keys: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(key.partition(f".{EACH_SUFFIX}")[0] for key in keys))

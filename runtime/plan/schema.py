@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CLASS_KEY = "*class"  # key that marks a dict as a flattened object; its value names the class
-# Key suffixes of a list that grows with the samples: its entries joined, their sizes, their largest size
-# (`secc.runtime.model.nested_batch`).
-EACH_SUFFIX, SIZES_SUFFIX, LARGEST_SUFFIX = "*", "*sizes", "*most"
+# Key suffixes of a list that grows with the samples: its entries joined, their sizes, their largest size, and
+# of a list of lists how many entries each has (`secc.runtime.model.nested_batch`).
+EACH_SUFFIX, SIZES_SUFFIX, LARGEST_SUFFIX, COUNTS_SUFFIX = "*", "*sizes", "*most", "*counts"
 # With a number: the label of what a loop over samples adds to the loss (`secc.runtime.recorder.loss_loops`).
 LOOP_LABEL_PREFIX = "loss:"
 OUTPUT_PREFIX = "output:"  # of outputs among the loss terms that a section returns

@@ -41,7 +41,7 @@ from secc.runtime.model.user_file import (
     is_model_file_module,
 )
 from secc.runtime.plan.call_sites import format_call_site
-from secc.runtime.plan.schema import EACH_SUFFIX, SIZES_SUFFIX
+from secc.runtime.plan.schema import COUNTS_SUFFIX, EACH_SUFFIX, SIZES_SUFFIX
 from secc.runtime.randomness.random_op_values import is_random, is_supported
 from secc.runtime.recorder import nested_values, random_run
 from secc.runtime.recorder.block_results import (
@@ -196,6 +196,7 @@ class Recorder:
         self._tape = Tape(self._state, self._node_meta, {}, self._refuse_stray_tensor)
         self._dense_masks = dict[int, tuple[Any, Any]]()  # block masks and their truth values, by id
         self._lists = dict[tuple[int, ...], dict[str, torch.Tensor]]()  # growing lists by their tensors' ids
+        self._grouped = dict[tuple[tuple[int, ...], ...], dict[str, Any]]()  # lists of lists by theirs
         self._draws, self._met, self._called = list[RandomOpCall](), Counter[str](), Counter[str]()
         self._runs = dict[int, tuple[int, FrameType]]()  # numbers of functions' frames, which stay alive
         self._touched = ShapeDependencies(self._tape)
@@ -321,6 +322,14 @@ class Recorder:
                 if f"{key}.{step}" in inputs
             }
             self._lists[tuple(map(id, lists[key]))] = columns
+        for key in (k.removesuffix(f".{COUNTS_SUFFIX}") for k in inputs if k.endswith(f".{COUNTS_SUFFIX}")):
+            grouped: Any = arguments
+            for step in key.split("."):
+                grouped = grouped[step]
+            packed = {COUNTS_SUFFIX: inputs[f"{key}.{COUNTS_SUFFIX}"]}
+            if f"{key}.{EACH_SUFFIX}" in lists:
+                packed[EACH_SUFFIX] = self._lists[tuple(map(id, lists[f"{key}.{EACH_SUFFIX}"]))]
+            self._grouped[_ids_of_lists(grouped)] = packed
         return arguments
 
     def _pack_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -332,6 +341,9 @@ class Recorder:
         """Replace growing lists in a block's arguments by the tensors that they were made from."""
         if isinstance(value, (list, tuple)) and (flat_list := self._lists.get(tuple(map(id, value)))):
             return flat_list
+        nested = isinstance(value, (list, tuple)) and all(isinstance(v, (list, tuple)) for v in value)
+        if nested and value and (packed := self._grouped.get(_ids_of_lists(value))):
+            return packed
         if isinstance(value, dict):
             return {key: self._pack_lists(child) for key, child in value.items()}
         if (columns := dict_list_columns(value)) is not None and all(
@@ -777,7 +789,8 @@ class Recorder:
     def _emit_block_call(self, path: str, args: Any, kwargs: Any) -> fx.Node:
         try:
             arguments = nested_values.encode_arguments(
-                self._pack_arguments(args, kwargs) if self._lists else (args, kwargs), self._tape.node_of
+                self._pack_arguments(args, kwargs) if self._lists or self._grouped else (args, kwargs),
+                self._tape.node_of,
             )
         except nested_values.NotLiteral as error:
             message = f"block {path} is called with {error}, which cannot be written into a plan"
@@ -851,6 +864,12 @@ class Recorder:
                 around = (b for b in self.blocks if path == b or path.startswith(f"{b}."))
                 return next(around, "")
         return ""
+
+
+def _ids_of_lists(value: Sequence[Sequence[torch.Tensor]]) -> tuple[tuple[int, ...], ...]:
+    """Return what tells a list of lists of tensors from others: the ids of its tensors, or its own if there
+    are none."""
+    return tuple(tuple(map(id, inner)) for inner in value) if any(value) else ((id(value),),)
 
 
 def record_forward(model: nn.Module, batch: Mapping[str, Any], blocks: Collection[str]) -> Recording:

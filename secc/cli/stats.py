@@ -34,6 +34,7 @@ def command(
     from secc.frontend.dataset.sampling import survey_dataset
     from secc.report.text_table import TextTable
     from secc.runtime.model.user_file import load_model_file
+    from secc.runtime.plan.sample_predicates import describe_pattern
 
     user = load_model_file(model)
     with show_progress(quiet=json) as show:
@@ -54,7 +55,7 @@ def command(
     names = [s.name for s in inputs.symbols]
     rows = tuple(
         (
-            ", ".join(sorted(m.when)) or "no optional inputs",
+            describe_pattern(m.when),
             f"{m.share:.1%}",
             *(f"{m.sizes[n]:.4g}" for n in names),
         )

@@ -31,6 +31,7 @@ from secc.runtime.data.sample_metadata import check_placed_rows, find_placed_row
 from secc.runtime.host.gc_control import slow_gc
 from secc.runtime.model.source_lines import error_source_line
 from secc.runtime.plan.batch_sizes import read_symbol_sizes
+from secc.runtime.plan.sample_predicates import describe_pattern
 from secc.runtime.plan.unsplit_reason import TOKEN_MIXING_REMEDY
 from secc.runtime.sections.base import load_plan_module
 from secc.runtime.training.eager_reference import FLOAT32_TOLERANCES, LossAndGradients
@@ -197,7 +198,7 @@ def _add_checks(compiled: CompiledPlan, checks: dict[str, object]) -> CompiledPl
 
 def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan:
     decisive = inexact.comparison.decisive
-    d, pattern = decisive.difference, ", ".join(inexact.pattern) or "no optional inputs"
+    d, pattern = decisive.difference, describe_pattern(inexact.pattern)
     where = "" if decisive is inexact.comparison else " of float32, computed in place of 16 bits"
     if mixing := _find_token_mixing(compiled, inexact.pattern):
         module, line = next(iter(mixing.items()))

@@ -18,7 +18,7 @@ from secc.report.text_table import (
     ranks_text,
     seconds_text,
 )
-from secc.runtime.plan.sample_predicates import describe_predicate
+from secc.runtime.plan.sample_predicates import describe_pattern, describe_predicate
 from secc.runtime.plan.schema import Edge, Plan, RerecordedCase, Section, is_statistic
 from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
@@ -411,7 +411,7 @@ def _rerecorded_table(plan: Plan) -> TextTable:
     def row(case: RerecordedCase) -> tuple[str, ...]:
         tensors = sum(n["kind"][0] == "recorded" for n in case.nodes)
         used = "if no compiled case fits" if case.spare else "always"
-        return (", ".join(case.when) or "no optional inputs", used, str(tensors), case.why, case.where)
+        return (describe_pattern(case.when), used, str(tensors), case.why, case.where)
 
     note = (
         "Recorded for each micro-batch before its step, on the rank that loads it; see a "
@@ -429,7 +429,7 @@ def _rerecorded_table(plan: Plan) -> TextTable:
 def _checks_table(plan: Plan) -> TextTable:
     rows = tuple(
         (
-            ", ".join(c["pattern"]) or "no optional inputs",
+            describe_pattern(c["pattern"]),
             str(c["samples"]),
             "exact" if c["exact"] else "NOT EXACT",
             f"{float(c['loss_error']):.2g}",

@@ -33,6 +33,7 @@ def name_lines(model: Path, first: str, last: str) -> str:
     [
         ("learned_forces", "positions = positions.req", "pull =", False),
         ("handed_on", "state, scores", "logits =", False),
+        ("documents", "told =", "return F.cross", False),
         pytest.param("matched_targets", "queries =", "return F.cross", True, marks=pytest.mark.slow),
     ],
 )
@@ -95,7 +96,16 @@ def test_a_loop_that_adds_up_the_loss_names_the_option(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    "name", ["attended_caption", "learned_forces", "matched_targets", "handed_on", "crf_tagger", "transducer"]
+    "name",
+    [
+        "attended_caption",
+        "learned_forces",
+        "matched_targets",
+        "handed_on",
+        "crf_tagger",
+        "transducer",
+        "documents",
+    ],
 )
 @pytest.mark.parametrize("pins", [(), ("sharding=zero3", "dp=2")], ids=["chosen", "zero3"])
 def test_statements_train_as_in_plain_pytorch(name: str, pins: tuple[str, ...], tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ from secc.ir.dialect.readable_names import BUFFER_CONSTANT_PREFIX
 from secc.runtime.model.function_blocks import FunctionBlock, StatementBlock
 from secc.runtime.model.source_lines import format_source_line, forward_source_line
 from secc.runtime.model.user_file import UserModel
+from secc.runtime.plan.sample_predicates import describe_pattern
 from secc.runtime.plan.schema import RandomOp
 from secc.runtime.recorder import BlockError, Hazard, Recorder
 from secc.runtime.recorder.loss_loops import find_loss_loops as loops_in
@@ -480,7 +481,7 @@ def _find_one_sided_read(cases: Sequence[GenericGraph]) -> GlueDiagnostic | None
 
 def _rerecording_note(pattern: InputPattern, why: GlueDiagnostic) -> GlueDiagnostic:
     """Returns the note that a pattern's glue is re-recorded."""
-    samples = f"samples with {', '.join(sorted(pattern))}" if pattern else "samples without optional inputs"
+    samples = f"samples with {describe_pattern(pattern)}" if pattern else "samples without optional inputs"
     return GlueDiagnostic(
         f"glue is re-recorded for each micro-batch of {samples}, because {why.message}", why.where
     )

@@ -35,7 +35,7 @@ from secc.ir.dialect import argument_template
 from secc.ir.dialect.readable_names import DATA_SYMBOL_PREFIX
 from secc.ir.dialect.size_expr import Expr, size_symbol, symbol_names
 from secc.runtime.model.nested_batch import KEY_SEPARATOR
-from secc.runtime.plan.schema import SIZES_SUFFIX
+from secc.runtime.plan.schema import COUNTS_SUFFIX, SIZES_SUFFIX
 from secc.runtime.recorder import Read, is_read_node, take_at_path
 from secc.runtime.recorder.finalize import is_needed
 from secc.runtime.recorder.recording import iter_nodes_behind
@@ -650,7 +650,8 @@ def _depends_on_inputs(node: fx.Node) -> bool:
 def _reads_list_sizes(node: fx.Node) -> bool:
     """Whether a read is that of the sizes of a list's tensors (`secc.runtime.model.nested_batch`)."""
     return any(
-        n.op == "placeholder" and str(n.target).endswith(f"{KEY_SEPARATOR}{SIZES_SUFFIX}")
+        n.op == "placeholder"
+        and str(n.target).endswith((f"{KEY_SEPARATOR}{SIZES_SUFFIX}", f"{KEY_SEPARATOR}{COUNTS_SUFFIX}"))
         for n in node.all_input_nodes
     )
 

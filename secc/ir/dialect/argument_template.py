@@ -21,7 +21,7 @@ from typing import Any
 import sympy
 
 from secc.ir.dialect import size_expr
-from secc.runtime.plan.schema import CLASS_KEY, EACH_SUFFIX
+from secc.runtime.plan.schema import CLASS_KEY, COUNTS_SUFFIX, EACH_SUFFIX
 
 _OPERAND_PREFIX = "_operand_"
 _OPERAND_PATTERN = re.compile(
@@ -177,7 +177,7 @@ def _write_value(value: Any, name: Callable[[OperandRef], str]) -> str:
             return f"built({cls!r}, {_write_value(fields, name)})"
         case dict():
             text = _write_dict(value, name)  # pyright: ignore[reportUnknownArgumentType]
-            return f"listed({text})" if EACH_SUFFIX in value else text
+            return f"listed({text})" if EACH_SUFFIX in value or COUNTS_SUFFIX in value else text
         case slice():
             return f"slice({', '.join(_write_value(v, name) for v in (value.start, value.stop, value.step))})"
         case None | bool() | int() | float() | str():

@@ -64,6 +64,44 @@ def _half(value: Any, i: int) -> Any:
     return value[i : i + 1]
 
 
+def test_a_growing_list_of_lists_is_one_list_and_how_many_each_has() -> None:
+    batch = {"text": {"docs": [[ONE, TWO], [TWO], []]}, "pictures": [(picture(2, 4),), (picture(3, 4),), ()]}
+    singles = [{"text": {"docs": batch["text"]["docs"][i : i + 1]}} for i in range(3)]
+    lists = find_growing_lists(
+        [(batch, [s | {"pictures": batch["pictures"][i : i + 1]} for i, s in enumerate(singles)])], ""
+    )
+    assert lists == {"text.docs.*": 1, "pictures.*": 2}
+    found = flatten_batch(batch, lists=lists)
+    assert {k: tuple(v.shape) for k, v in found.items()} == {
+        "text.docs.*counts": (3,),
+        "text.docs.*.*": (5,),
+        "text.docs.*.*sizes": (3, 1),
+        "text.docs.*.*most": (0, 2),
+        "pictures.*counts": (3,),
+        "pictures.*.*": (15, 4),
+        "pictures.*.*sizes": (2, 2),
+        "pictures.*.*most": (0, 3, 3),
+    }
+    restored = unflatten_batch(found)
+    assert [list(map(len, docs)) for docs in restored["text"]["docs"]] == [[1, 2], [2], []]
+    assert [[p.shape[1] for p in of_one] for of_one in restored["pictures"]] == [[2], [3], []]
+    assert torch.equal(restored["pictures"][1][0], picture(3, 4))
+    assert (
+        growing_lists_from_dims({key: list(map(str, value.shape)) for key, value in found.items()}).keys()
+        == lists.keys()
+    )
+    none = flatten_batch({"text": {"docs": [[], []]}}, lists=lists)
+    assert none.keys() == {"text.docs.*counts"} and unflatten_batch(none) == {"text": {"docs": [[], []]}}
+    assert flatten_batch({"text": {"docs": []}}, lists=lists) == {}
+
+
+def test_lists_of_lists_that_grow_inside_are_none_that_grow() -> None:
+    def columns(count: int) -> dict[str, Any]:
+        return {"columns": [[ONE] * count, [TWO] * count]}
+
+    assert find_growing_lists([(columns(2), [columns(1), columns(1)])], "model.py:7") == {}
+
+
 def test_growing_lists_become_entries_sizes_and_widths() -> None:
     batch = {"pictures": [picture(2, 4), picture(3, 4)], "text": {"words": [ONE, TWO]}, "thumbs": [TWO, TWO]}
     lists = grown(batch)
