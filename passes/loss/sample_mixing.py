@@ -147,8 +147,11 @@ def _padded_dims(pad: Sequence[object], rank: int) -> set[int]:
 
 def _find_shared_rows(ctx: LossContext, op: Computation) -> str:
     """Why an op that moves entries to places which a mask of samples gives does not keep samples apart, "" if
-    it does: entries that are the same for all batches are handed out in the order of the batch."""
+    it does: entries that are the same for all batches are handed out in the order of the batch. Of none, such
+    as the rows of a modality that no sample has, none are."""
     given, *_, source = op.operands
+    if 0 in tensor_type(source).shape:
+        return ""
     if not ctx.carries_samples(source):
         return "hands out entries that are not the samples' own, in the order of the batch"
     return "" if ctx.carries_samples(given) else "adds up entries of samples by their places"

@@ -108,3 +108,11 @@ def test_a_drawn_sample_with_other_numbers_is_named_at_compile_time(tmp_path: Pa
     path = write_model(tmp_path, WAYS[0], {6: 1})
     with pytest.raises(UserError, match=r"dataset\(\)\[6\].* 2 places for the sample's 3 rows"):
         check_exactness(compile_model(path, CompileOptions(cluster="local:2", global_batch=4)))
+
+
+def test_rows_of_a_modality_that_no_sample_has_are_exact(tmp_path: Path) -> None:
+    path = write_model(tmp_path, WAYS[0], {})
+    absent = "mask = ids == 30\n        normed = nn.functional.layer_norm(x[mask], (8,))\n"
+    absent += "        return x.masked_scatter(mask[..., None], normed)"
+    path.write_text(path.read_text().replace("return x\n\n\nclass Model", absent + "\n\n\nclass Model"))
+    check_exactness(compile_model(path, CompileOptions(cluster="local:2", global_batch=4)), required=True)
