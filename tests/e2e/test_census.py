@@ -20,7 +20,7 @@ from tools.census import row_processes
 from tools.census.catalog import STAGES
 from tools.census.documented import documented_inputs
 from tools.census.results import ResultFile
-from tools.census.row_check import Outcome, RowResult, check_row
+from tools.census.row_check import Outcome, RowResult, check_row, named_option
 from tools.census.row_processes import Limits, run_rows
 from tools.census.rows import rows
 from tools.census.small_configs import small_config
@@ -139,3 +139,8 @@ def test_results_are_kept_for_their_versions(tmp_path: Path) -> None:
     assert again.known(any_commit=True) == {"causal/gpt2", "causal/llama"}
     again.append(RowResult("causal/llama", "causal", Outcome.EXACT))
     assert {r.row.outcome for r in again.latest().values()} == {Outcome.EXACT}
+
+
+def test_a_placeholder_of_a_remedy_is_no_option() -> None:
+    assert named_option("see --whole-batch BLOCK; or sum it") == ""
+    assert named_option("or --whole-batch model.tower, exact") == "--whole-batch model.tower"

@@ -143,6 +143,7 @@ def recipes(task: str, model: nn.Module) -> Iterator[Recipe]:
         task = "multimodal"
     if task in ("causal", "masked", "seq2seq", "multimodal"):
         yield from _language(task, names, config, model)
+        yield from _rare_language(names, config, model)
         if task != "seq2seq" and "decoder_input_ids" in names:
             yield from _language("seq2seq", names, config, model)
         if "labels" in names and not text:
@@ -231,6 +232,80 @@ def _rare_inputs(names: set[str], config: Any) -> Iterator[Recipe]:
         hidden = int(config_value(config, "hidden_size", default=HIDDEN))
         for shape in ((16, hidden), (hidden, 16), (1, 640)):
             yield Recipe("hidden states", _drawn("hidden_states", *shape), Batching())
+
+
+def _rare_language(names: set[str], config: Any, model: nn.Module) -> Iterator[Recipe]:
+    """Texts of one length with inputs that few language models take."""
+    channels, height, width = image_shape(config)
+    text_length = FIXED[0]
+    if "image_attention_mask" in names:
+
+        def attended(g: torch.Generator) -> Sample:
+            text = words(g, FIXED)
+            sample = {"input_ids": text, "labels": text, "pixel_values": noise(g, 1, channels, height, width)}
+            return sample | {"image_attention_mask": torch.ones(text_length, 1, dtype=torch.long)}
+
+        yield Recipe("fixed text and attended images", attended, Batching())
+    if "input_ids" in names and (books := int(config_value(config, "num_codebooks", default=0))):
+
+        def codes(g: torch.Generator) -> Sample:
+            ids = torch.stack([words(g, FIXED) for _ in range(books + 1)], 1)
+            return {"input_ids": ids, "labels": ids[:, 0].clone()}
+
+        yield Recipe("a text and codes of each step", codes, Batching())
+    if {"state", "actions"} <= names:
+        yield from _robot_steps(config, model)
+    if "encoder_inputs_embeds" in names and "input_features" in names:
+        bins = int(config_value(config, "num_mel_bins", default=MELS))
+        heard = _drawn("input_features", 1, bins, 64)
+        count = _feature_count(model, "get_audio_features", heard)
+        if count is not None:
+
+            def spoken(g: torch.Generator) -> Sample:
+                sample = heard(g)
+                text = words(g, (count(sample), count(sample) + 1))
+                return {"input_ids": text, "labels": text} | sample
+
+            yield Recipe("a word for each frame", spoken, Batching(joined=frozenset({"input_features"})))
+    if "qformer_input_ids" in names:
+        token = int(config_value(config, "video_token_id", "video_token_index", default=-1))
+        queries, frames = int(config.num_query_tokens), 2
+
+        def asked(g: torch.Generator) -> Sample:
+            text, query = words(g, FIXED), words(g, FIXED)
+            before = torch.full((queries * frames,), token)
+            labels = torch.cat([torch.full_like(before, IGNORED), text])
+            pixels = noise(g, frames, channels, height, width)
+            ids = torch.cat([before, text])
+            return {"input_ids": ids, "labels": labels, "qformer_input_ids": query, "pixel_values": pixels}
+
+        if token >= 0:
+            yield Recipe("fixed text, question and clips", asked, Batching())
+
+
+def _robot_steps(config: Any, model: nn.Module) -> Iterator[Recipe]:
+    """A text with an image of one camera, a robot's state, and its next actions with noise and time."""
+    channels, height, width = image_shape(config)
+    token = int(config_value(config, "image_token_id", "image_token_index", default=-1))
+    seen = _drawn("pixel_values", 1, channels, height, width)
+    towers = [m for m in model.modules() if hasattr(m, "get_image_features")]
+    count = _feature_count(towers[-1], "get_image_features", seen) if towers else None
+    if count is None or token < 0:
+        return
+
+    def step(g: torch.Generator) -> Sample:
+        sample = seen(g)
+        before = torch.full((count(sample),), token)
+        return sample | {
+            "input_ids": torch.cat([before, words(g, FIXED)]),
+            "pixel_attention_mask": torch.ones(1, dtype=torch.bool),
+            "state": noise(g, config.max_state_dim),
+            "actions": noise(g, config.chunk_size, config.max_action_dim),
+            "noise": noise(g, config.chunk_size, config.max_action_dim),
+            "timestep": torch.rand((), generator=g),
+        }
+
+    yield Recipe("fixed text, images, states and actions", step, Batching())
 
 
 def _stacked_spectrograms(names: set[str], config: Any) -> Iterator[Recipe]:
@@ -464,6 +539,15 @@ def _plain_inputs(names: set[str], config: Any, choices: int = 0) -> Iterator[Re
         if "past_time_features" in names:
             yield Recipe("series with features of time", _forecast(config), Batching())
         yield Recipe("series", _drawn("past_values", length, inputs), Batching())
+        if {"past_values_padding", "freq"} <= names:
+            steps = 2 * int(config_value(config, "patch_length", default=32))
+
+            def padded_series(g: torch.Generator) -> Sample:
+                padding = torch.zeros(steps, dtype=torch.long)
+                kind = torch.randint(0, 3, (1,), generator=g)
+                return {"past_values": noise(g, steps), "past_values_padding": padding, "freq": kind}
+
+            yield Recipe("series of three frequencies", padded_series, Batching())
 
 
 def _codes(config: Any) -> Draw:

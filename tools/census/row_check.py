@@ -109,7 +109,7 @@ def _compile_as_told(result: RowResult, model: Path) -> CompiledPlan:
     try:
         return check_exactness(compile_model(model, _options(result)), required=True)
     except UserError as error:
-        result.option = _named_option(str(error.remedy or ""))
+        result.option = named_option(str(error.remedy or ""))
         if not result.option:
             raise
     try:
@@ -129,9 +129,9 @@ def _options(result: RowResult) -> CompileOptions:
     )
 
 
-def _named_option(remedy: str) -> str:
+def named_option(remedy: str) -> str:
     """The option of an exact plan that a remedy names, "" if there is none."""
-    if found := re.search(r"--whole-batch [\w.]+|--global-sums", remedy):
+    if found := re.search(r"--whole-batch (?![A-Z]+\b)[\w.]+|--global-sums", remedy):
         return found[0]
     fewer = re.search(r"use at most (\d+) ranks", remedy)
     return f"--cluster local:{fewer[1]}" if fewer else ""
