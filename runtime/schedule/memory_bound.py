@@ -4,9 +4,9 @@ The limits of the list scheduler are wishes: one micro-batch may exceed the byte
 starts without a place if nothing else can run. So the activations that a finished order holds are added up
 here on each rank, against the memory that the plan has for them (`Section.room_bytes`, added over the rank's
 sections). Where an order holds more, the samples in question are computed alone: each is a micro-batch of its
-own in every section, they come after all other samples, and a rank begins one only after the backward of the
-one before. Then a rank holds one such sample, and only a sample that cannot fit at all is left over
-(`Schedule.over_memory`).
+own in every section, they come before or after all other samples, and a rank begins one only after the
+backward of the one before. Ranks that have room for other work meanwhile take it. Then a rank that lacks room
+holds one such sample, and only a sample that cannot fit at all is left over (`Schedule.over_memory`).
 """
 
 from __future__ import annotations
@@ -193,22 +193,37 @@ def separate_samples(
     return cut, turns
 
 
+def holders_of_rank(plan: Plan, rank: int) -> RankHolders:
+    """Returns (section, replica) of each section with a backward on a rank."""
+    return tuple(
+        (s.name, replica)
+        for s in filter(owes_backward, plan.sections)
+        for replica, ranks in enumerate(ranks_by_replica(s))
+        if rank in ranks
+    )
+
+
 def add_turns(
     plan: Plan,
     step: StepTasks,
     tables: Mapping[str, MicroBatchTable],
     turns: Mapping[str, Sequence[int]],
+    only: Collection[RankHolders] | None = None,
 ) -> None:
     """Makes each rank finish all tasks of a turn before it begins the next one. Turn 0 has all micro-batches
-    that are not alone. Tasks wait for earlier turns only, so they cannot wait for each other in a circle."""
+    that are not alone; negative turns come before it. Tasks wait for earlier turns only, so they cannot wait
+    for each other in a circle. With `only`, ranks with other sections and replicas take tasks in any order.
+    """
     first_tasks: dict[tuple[int, int], list[int]] = defaultdict(list)  # by rank and turn
     last_tasks: dict[tuple[int, int], list[int]] = defaultdict(list)
+    bound = None if only is None else _ranks_of_holders(plan, only)
     for s in filter(owes_backward, plan.sections):
         own, ranks = step.ranges[s.name], ranks_by_replica(s)
         for m, turn in zip(tables[s.name].micro_batches, turns[s.name], strict=True):
             for rank in ranks[m.replica]:
-                first_tasks[rank, turn].append(own.forward_start + m.index)
-                last_tasks[rank, turn].append(own.release_start + m.index)
+                if bound is None or rank in bound:
+                    first_tasks[rank, turn].append(own.forward_start + m.index)
+                    last_tasks[rank, turn].append(own.release_start + m.index)
     added = set[tuple[int, int]]()
     previous: dict[int, int] = {}
     for rank, turn in sorted(first_tasks):
@@ -218,6 +233,16 @@ def add_turns(
         previous[rank] = turn
     for first, then in sorted(added):
         step.graph.add_dependency(first, then)
+
+
+def _ranks_of_holders(plan: Plan, only: Collection[RankHolders]) -> set[int]:
+    """Returns the ranks that have exactly these sections and replicas."""
+    by_rank: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    for s in filter(owes_backward, plan.sections):
+        for replica, ranks in enumerate(ranks_by_replica(s)):
+            for rank in ranks:
+                by_rank[rank].append((s.name, replica))
+    return {rank for rank, holders in by_rank.items() if tuple(holders) in only}
 
 
 def describe_excess(excess: MemoryExcess, samples: Sequence[SampleMeta]) -> str:

@@ -36,7 +36,7 @@ Transfers take no time in the simulation.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
@@ -61,9 +61,11 @@ from secc.runtime.schedule.decoupled_sim import DecoupledSimulation
 from secc.runtime.schedule.emit_programs import emit_programs
 from secc.runtime.schedule.list_scheduler import simulate_tasks
 from secc.runtime.schedule.memory_bound import (
+    RankHolders,
     add_turns,
     choose_samples_alone,
     find_memory_excesses,
+    holders_of_rank,
     separate_samples,
 )
 from secc.runtime.schedule.micro_batches import KnownPackings, MicroBatchComposer, MicroBatchTable
@@ -79,6 +81,7 @@ PRIORITY_RULE_TRIES = (
 # each of its moves estimates all of upstream.
 PIPELINE_ORDER_TRIES = 6
 ALONE_TRIES = 5  # orders with more and more samples alone: none in the first one, all in the last one
+MAX_RANKS_IN_TURNS = 8  # if more kinds of ranks lack room for others beside a sample alone, all take turns
 UNREACHABLE_NS = 1 << 62  # as a lower bound: every makespan is good enough
 
 
@@ -246,7 +249,7 @@ def _bound_memory(candidate: ScheduleCandidate) -> tuple[ScheduleCandidate, tupl
     with what it exceeds."""
     plan, alone = candidate.composer.plan, set[int]()
     for count in range(ALONE_TRIES + 1):
-        excesses = find_memory_excesses(plan, candidate.tables, candidate.task_ranges, candidate.task_order)
+        excesses = _find_excesses(candidate)
         if not excesses or count == ALONE_TRIES or any(s.whole_batch for s in plan.sections):
             break
         if count:
@@ -254,13 +257,51 @@ def _bound_memory(candidate: ScheduleCandidate) -> tuple[ScheduleCandidate, tupl
             if more == alone:
                 break
             alone = more if count < ALONE_TRIES - 1 else set(range(candidate.composer.sample_count))
+            if fitting := _fit_with_alone(candidate, alone, excesses):
+                return fitting, ()
         candidate = _build_with_alone(candidate, alone)
     return candidate, excesses
 
 
-def _build_with_alone(candidate: ScheduleCandidate, alone: set[int]) -> ScheduleCandidate:
+def _find_excesses(candidate: ScheduleCandidate) -> tuple[MemoryExcess, ...]:
+    return find_memory_excesses(
+        candidate.composer.plan, candidate.tables, candidate.task_ranges, candidate.task_order
+    )
+
+
+def _fit_with_alone(
+    candidate: ScheduleCandidate, alone: set[int], excesses: Iterable[MemoryExcess]
+) -> ScheduleCandidate | None:
+    """Returns the shortest step with the samples `alone` before or behind all other samples that keeps all
+    ranks within memory, None if there is none. First only ranks that lacked room take turns, then also those
+    that lack it in that order, at last all ranks."""
+    plan, best = candidate.composer.plan, None
+    for before in (True, False):
+        ranks: set[RankHolders] | None = {holders_of_rank(plan, e.rank) for e in excesses}
+        while True:
+            tried = _build_with_alone(candidate, alone, before, ranks)
+            if best is not None and tried.makespan >= best.makespan:
+                break
+            over = _find_excesses(tried)
+            if not over:
+                best = tried
+                break
+            if ranks is None:
+                break
+            more = {holders_of_rank(plan, e.rank) for e in over}
+            ranks = None if more <= ranks or len(ranks) >= MAX_RANKS_IN_TURNS else ranks | more
+    return best
+
+
+def _build_with_alone(
+    candidate: ScheduleCandidate,
+    alone: set[int],
+    before: bool = False,
+    only: Collection[RankHolders] | None = None,
+) -> ScheduleCandidate:
     """Returns the step of a candidate's micro-batches with the samples `alone` computed one after the other,
-    behind all other samples (`memory_bound`), and every section limited to its bytes."""
+    before or behind all other samples (`memory_bound`), and every section limited to its bytes. Ranks with
+    sections and replicas that are not in `only` compute them in any order."""
     composer, plan = candidate.composer, candidate.composer.plan
     tables: dict[str, MicroBatchTable] = {}
     turns: dict[str, list[int]] = {}
@@ -268,15 +309,16 @@ def _build_with_alone(candidate: ScheduleCandidate, alone: set[int]) -> Schedule
         table, start_times = candidate.tables[s.name], [0] * composer.sample_count
         for m, start in zip(table.micro_batches, table.critical_start_ns, strict=True):
             for p in m.samples:
-                start_times[p] = start
-        cut, turns[s.name] = separate_samples(s, table.micro_batches, alone)
+                start_times[p] = 0 if before and p in alone else start
+        cut, own_turns = separate_samples(s, table.micro_batches, alone)
+        turns[s.name] = [t - composer.sample_count - 1 if t and before else t for t in own_turns]
         tables[s.name] = composer.build_table(s, cut, start_times)
     prefetchable = select_prefetched(plan, composer.graph, tables, composer.samples)
     limited = frozenset(s.name for s in plan.sections if s.room_bytes)
     rebuilt = ScheduleCandidate(
         composer, without_prefetched_time(tables, prefetchable), prefetchable, limited_sections=limited
     )
-    add_turns(plan, rebuilt.step_tasks, tables, turns)
+    add_turns(plan, rebuilt.step_tasks, tables, turns, only)
     rebuilt.task_order, _, rebuilt.makespan, _ = simulate_tasks(rebuilt.step_tasks.graph)
     return rebuilt
 

@@ -123,7 +123,8 @@ def measured_facts(m: StepMeasures, steps: int, planned_s: float | None) -> list
         *_one_order_facts(m),
         (
             "plan bound",
-            f"{m.plan_bound_s:.6g} s: all work of these layouts spread evenly over {m.gpus} ranks",
+            f"{m.plan_bound_s:.6g} s: all work of these layouts spread evenly over {m.gpus} ranks, or the"
+            " longest way of one sample",
         ),
         ("busy", ", ".join(f"{name} {share.busy:.0%} of {share.gpus}" for name, share in m.sections.items())),
         (

@@ -1,13 +1,14 @@
 """Certified lower bounds on step time: no order of the samples, and no assignment to replicas, can be faster.
 
 The *schedule bound* holds for the plan's allocation: the ranks of each section, and the most samples in a
-micro-batch. The *plan bound* holds for every plan with the same layouts (degrees, recomputation and all else
-that the work of a sample depends on) on as many devices, however many replicas there are and whoever shares
-ranks: all work, at the least that each sample can add, spread evenly. Plans with other layouts may beat it;
-`secc.alloc.explain.least_step` bounds those. Both assume only that a micro-batch takes at least as long as
-each of its samples alone, and at least the sum of their weights (`secc/bounds/additive.py`). A `SampleVisit`
-is a sample's forward and backward in one section; its *head* and *tail* are the times that must pass before
-its start and after its end (`secc/bounds/work.py`).
+micro-batch. The *plan bound* holds for every plan with the same layouts (degrees, recomputation, whole or
+split backwards, and all else that the work of a sample depends on) on as many devices, however many replicas
+there are and whoever shares ranks: all work, at the least that each sample can add, spread evenly, or the
+longest way of one sample through all its sections and back, without messages. Plans with other layouts may
+beat it; `secc.alloc.explain.least_step` bounds those. Both assume only that a micro-batch takes at least as
+long as each of its samples alone, and at least the sum of their weights (`secc/bounds/additive.py`). A
+`SampleVisit` is a sample's forward and backward in one section; its *head* and *tail* are the times that must
+pass before its start and after its end (`secc/bounds/work.py`).
 
 A *pool* is a set of q0 ranks on which the work of some sections must be done: the ranks of one section, of
 sections that share ranks, or all ranks. Let S be any set of jobs of these sections (whole visits, or their
@@ -88,7 +89,7 @@ def schedule_bound(plan: Plan, samples: Sequence[SampleMeta]) -> LowerBound:
 
 def schedule_bound_of_work(work: BatchWork) -> LowerBound:
     """`schedule_bound` of work that is computed already."""
-    even = LowerBound(plan_bound_of_work(work), "all work, spread evenly over all ranks")
+    even = LowerBound(_even_work_ns(work), "all work, spread evenly over all ranks")
     return max([bound_without_prefetch(work), *prefetch_work_bounds(work), even], key=lambda b: b.ns)
 
 
@@ -145,13 +146,18 @@ def bound_until_optimizer(work: BatchWork) -> LowerBound:
 
 
 def plan_bound(plan: Plan, samples: Sequence[SampleMeta]) -> int:
-    """Ns that the global batch's work takes, in the plan's layouts, if all ranks share it evenly and never
-    wait."""
+    """Ns that the global batch takes at least in the plan's layouts: its work if all ranks share it evenly
+    and never wait, or the longest way of one sample."""
     return plan_bound_of_work(BatchWork(plan, samples))
 
 
 def plan_bound_of_work(work: BatchWork) -> int:
     """`plan_bound` of work that is computed already."""
+    return max(_even_work_ns(work), work.longest_way_ns())
+
+
+def _even_work_ns(work: BatchWork) -> int:
+    """Ns that all work takes if all ranks share it evenly."""
     # All tp ranks of a replica are busy for its whole work.
     total = sum(sum(work.least_work(s.name)) * s.mesh.replica_size for s in work.sections)
     return -(-total // max(1, work.plan.world_size))

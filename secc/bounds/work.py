@@ -11,7 +11,7 @@ in `secc/bounds/steady_state.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from secc.bounds.additive import split_additive
@@ -128,7 +128,8 @@ class BatchWork:
         }
 
     def _build_visits(self) -> dict[str, list[SampleVisit]]:
-        heads, tails = self._heads(), self._tails()
+        heads = self._heads(self.edges, self.prefetching)
+        tails = self._tails(self.edges, self.closing_ns)
         found: dict[str, list[SampleVisit]] = {}
         for s in self.sections:
             weights, backward = self._additive_weights(s), owes_backward(s)
@@ -155,6 +156,26 @@ class BatchWork:
                 )
                 found[s.name].append(unit)
         return found
+
+    def longest_way_ns(self) -> int:
+        """The longest way of one sample through all its sections and back, in any plan with these layouts:
+        messages may stay on a rank, and sections that no update changes may have worked ahead."""
+        edges = [replace(a, message_ns=dict.fromkeys(a.message_ns, 0)) for a in self.edges]
+        ahead = set[str]()
+        for s in self.sections:
+            if not owes_backward(s) and all(a.src in ahead for a in edges if a.dst == s.name):
+                ahead.add(s.name)
+        heads = self._heads(edges, ahead)
+        tails = self._tails(edges, dict.fromkeys(self.closing_ns, 0))
+        return max(
+            (
+                heads["F", s.name, p] + self._sample_times[s.name][p][0] + tails["F", s.name, p]
+                for s in self.sections
+                if s.name not in ahead
+                for p in self.active_samples[s.name]
+            ),
+            default=0,
+        )
 
     def least_work(self, section: str) -> list[int]:
         """The least that each active sample adds to a section's work, forward and backward, however
@@ -219,11 +240,12 @@ class BatchWork:
 
     # -- longest ways
 
-    def _heads(self) -> dict[tuple[str, str, int], int]:
-        """Earliest start of each forward and backward if every sample had the ranks for itself."""
+    def _heads(self, edges: Sequence[WorkEdge], ahead: Collection[str]) -> dict[tuple[str, str, int], int]:
+        """Earliest start of each forward and backward if every sample had the ranks for itself, and the
+        results of sections `ahead` were there."""
         heads: dict[tuple[str, str, int], int] = {}
         for s in self.sections:
-            incoming = [a for a in self.edges if a.dst == s.name and a.src not in self.prefetching]
+            incoming = [a for a in edges if a.dst == s.name and a.src not in ahead]
             for p in self.active_samples[s.name]:
                 ends = (
                     heads["F", a.src, p] + self._sample_times[a.src][p][0] + a.message_ns[p]
@@ -232,7 +254,7 @@ class BatchWork:
                 )
                 heads["F", s.name, p] = max(ends, default=0)
         for s in reversed(self.sections):
-            returning = [a for a in self.edges if a.src == s.name and a.returns_gradient]
+            returning = [a for a in edges if a.src == s.name and a.returns_gradient]
             for p in self.active_samples[s.name] if owes_backward(s) else ():
                 ends = [
                     heads["B", a.dst, p] + self._sample_times[a.dst][p][1] + a.message_ns[p]
@@ -242,12 +264,14 @@ class BatchWork:
                 heads["B", s.name, p] = max([heads["F", s.name, p] + self._sample_times[s.name][p][0], *ends])
         return heads
 
-    def _tails(self) -> dict[tuple[str, str, int], int]:
+    def _tails(
+        self, edges: Sequence[WorkEdge], closing_ns: Mapping[str, int]
+    ) -> dict[tuple[str, str, int], int]:
         """Time from the end of each forward and backward until the sample's sections have reduced their
-        gradients."""
+        gradients, which takes `closing_ns`."""
         tails: dict[tuple[str, str, int], int] = {}
         for s in self.sections:
-            returning = [a for a in self.edges if a.dst == s.name and a.returns_gradient]
+            returning = [a for a in edges if a.dst == s.name and a.returns_gradient]
             for p in self.active_samples[s.name] if owes_backward(s) else ():
                 following = (
                     a.message_ns[p] + self._sample_times[a.src][p][1] + tails["B", a.src, p]
@@ -255,10 +279,10 @@ class BatchWork:
                     if p in a.message_ns
                 )
                 tails["B", s.name, p] = max(
-                    [self._sample_times[s.name][p][2] + self.closing_ns[s.name], *following]
+                    [self._sample_times[s.name][p][2] + closing_ns[s.name], *following]
                 )
         for s in reversed(self.sections):
-            outgoing = [a for a in self.edges if a.src == s.name]
+            outgoing = [a for a in edges if a.src == s.name]
             for p in self.active_samples[s.name]:
                 following = [
                     a.message_ns[p] + self._sample_times[a.dst][p][0] + tails["F", a.dst, p]
@@ -268,5 +292,5 @@ class BatchWork:
                 own_backward = (
                     [self._sample_times[s.name][p][1] + tails["B", s.name, p]] if owes_backward(s) else []
                 )
-                tails["F", s.name, p] = max([self.closing_ns[s.name], *own_backward, *following])
+                tails["F", s.name, p] = max([closing_ns[s.name], *own_backward, *following])
         return tails

@@ -98,8 +98,8 @@ def _predicted_step_text(plan: Plan) -> str:
         return f"{seconds:.4g} s{others}"
     return (
         f"{seconds:.4g} s{others}; {seconds / bound:.3f} of the lower bound for any schedule"
-        f" ({simulated['bound_reason']}); {simulated['plan_bound_s']:.4g} s if all work of these layouts were"
-        f" spread evenly over the ranks{_least_step_text(plan)}"
+        f" ({simulated['bound_reason']}); {simulated['plan_bound_s']:.4g} s for any plan of these layouts"
+        f"{_least_step_text(plan)}"
     )
 
 

@@ -94,7 +94,7 @@ def _bound_sentence(plan: Plan) -> str:
         f" The step is {step / bound - 1:.0%} above it." if step / bound >= 1.005 else " The step is there."
     )
     spread = float(simulated.get("plan_bound_s", 0.0))
-    even = f" Spread evenly over the ranks, all work would take {seconds_text(spread)}." if spread else ""
+    even = f" No plan of these layouts takes less than {seconds_text(spread)}." if spread else ""
     return shortest + over + even
 
 

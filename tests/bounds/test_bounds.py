@@ -72,6 +72,39 @@ def test_the_plan_bound_is_below_the_schedule_bound(p, samples):
     assert plan_bound(p, samples) <= schedule_bound(p, samples).ns
 
 
+@st.composite
+def plans_with_other_allocation(draw):
+    """Draws a plan, and one with the same layouts on as many ranks: other numbers of replicas and other
+    ranks."""
+    p = draw(random_plans())
+    sections = []
+    for s in p.sections:
+        size = s.mesh.replica_size
+        dp = s.mesh.dp if s.pipeline or s.mesh.ep > 1 else draw(st.integers(1, p.world_size // size))
+        ranks = tuple(draw(st.permutations(range(p.world_size)))[: dp * size])
+        moved = dataclasses.replace(s.mesh, dp=dp, ranks=s.mesh.ranks if s.mesh.ep > 1 else ranks)
+        sections.append(dataclasses.replace(s, mesh=moved))
+    return p, dataclasses.replace(p, sections=tuple(sections))
+
+
+@given(plans_with_other_allocation(), random_batches)
+@settings(max_examples=200)
+def test_no_plan_with_the_same_layouts_is_shorter_than_the_plan_bound(plans, samples):
+    p, other = plans
+    step, time = schedule_with_makespan(other, samples)
+    assert plan_bound(p, samples) <= min(time, simulate(other, samples, step).end)
+
+
+def test_the_longest_way_of_a_sample_bounds_all_plans_with_the_same_layouts():
+    """One sample of 30 is most of the work of eight ranks. What a frozen section does may be done ahead, and
+    messages may stay on a rank."""
+    samples = [make_sample(0, *IMAGE, images=3, length=30), make_sample(1, length=2)]
+    p = dataclasses.replace(vlm_plan(encoders=4, replicas=4), cluster=CLUSTER)
+    assert plan_bound(p, samples) == 3 * 30 + 3 * 30
+    frozen = dataclasses.replace(vlm_plan(encoders=4, replicas=4, mode="forward"), cluster=CLUSTER)
+    assert plan_bound(frozen, samples) == 3 * 30
+
+
 single = random_plans().map(
     lambda p: dataclasses.replace(
         p, sections=tuple(dataclasses.replace(s, micro_batch=1, cp_per="section") for s in p.sections)
@@ -275,12 +308,12 @@ def test_slices_of_a_message_travel_at_once():
 
 
 def test_the_plan_bound_shares_all_work_evenly():
-    samples = [make_sample(0, *IMAGE, images=3, length=10), make_sample(1, length=20)]
+    samples = [make_sample(0, *IMAGE, images=1, length=10), *(make_sample(i, length=20) for i in range(1, 5))]
     p = vlm_plan(encoders=1, replicas=2)
-    assert plan_bound(p, samples) == (3 * 30 + 90) // 3
+    assert plan_bound(p, samples) == (30 + 9 * 30) // 3
     vision, lm = p.sections
     whole = dataclasses.replace(lm, mesh=dataclasses.replace(lm.mesh, dp=1, tp=2))
-    assert plan_bound(dataclasses.replace(p, sections=(vision, whole)), samples) == (3 * 30 + 2 * 90) // 3
+    assert plan_bound(dataclasses.replace(p, sections=(vision, whole)), samples) == (30 + 2 * 9 * 30) // 3
 
 
 def test_the_exact_schedule_finds_what_a_greedy_order_misses():

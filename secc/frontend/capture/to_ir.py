@@ -105,10 +105,9 @@ def _sample_attributes(capture: Capture) -> dict[str, Attribute]:
     attributes: dict[str, Attribute] = {
         sample_sizes.SAMPLES_ATTRIBUTE: sample_sizes.samples_attr(names, (known[k] for k in listed))
     }
+    largest = [*(known[k] for k in larger), *inputs.largest_samples]
     return attributes | (
-        {sample_sizes.LARGEST_ATTRIBUTE: sample_sizes.samples_attr(names, (known[k] for k in larger))}
-        if larger
-        else {}
+        {sample_sizes.LARGEST_ATTRIBUTE: sample_sizes.samples_attr(names, largest)} if largest else {}
     )
 
 

@@ -33,6 +33,7 @@ class ModelInputs:
     symbols: `B` first. inputs: the tensors of a batch. labels_key: the key with labels, where entries other
     than -100 count as tokens, "" without labels. sample_sizes, sample_patterns: symbol values and pattern of
     each known sample (the survey's, in order, unless the model file's `sizes(i)` gives more).
+    largest_samples: pattern and symbol values of larger ones, which memory must have room for.
     given_statistics: from a file, (pattern, share of the samples, mean of each symbol).
     """
 
@@ -42,6 +43,7 @@ class ModelInputs:
     sample_sizes: tuple[Mapping[str, int], ...]
     sample_patterns: tuple[frozenset[str], ...]
     given_statistics: tuple[tuple[frozenset[str], float, tuple[tuple[str, float], ...]], ...] = ()
+    largest_samples: tuple[tuple[frozenset[str], Mapping[str, int]], ...] = ()
 
 
 def describe_inputs(user: UserModel, survey: DatasetSurvey) -> ModelInputs:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,9 @@ from secc.runtime.plan.schema import is_tensor_label
 from secc.runtime.plan.step_program import SampleMeta
 
 MAX_DECLARED_SAMPLES = 4096  # calls of sizes(i) for statistics
+# Calls to find the largest samples, and the time of a call from which on these are not worth it.
+MAX_COMPARED_SAMPLES = 1 << 17
+SLOW_CALL_S = 0.0003
 _STATISTICS_REMEDY = "write the file with `secc stats MODEL.py -o FILE` and change the numbers in it"
 _MAX_BYTES, _MAX_SIZE = 1 << 26, 1e15
 _STATISTICS = shapes.record(
@@ -84,12 +89,34 @@ def apply_declared_sizes(user: UserModel, survey: DatasetSurvey, inputs: ModelIn
     declared = DeclaredSizes(user, inputs.symbols, inputs.inputs)
     for d, sizes in zip(survey.drawn_samples, inputs.sample_sizes, strict=True):
         declared.check_sample(SampleMeta(d.index, d.pattern, sizes), declared.sample_metadata(d.index))
-    length = len(user.dataset())
+    length, start = len(user.dataset()), time.perf_counter()
     count = min(length, MAX_DECLARED_SAMPLES)
     metas = [declared.sample_metadata(k * length // count) for k in range(count)]
+    is_fast = time.perf_counter() - start < SLOW_CALL_S * count
+    largest = [declared.sample_metadata(i) for i in _find_largest(user, length)] if is_fast else []
+    known = {s.id for s in metas}
     return dataclasses.replace(
-        inputs, sample_sizes=tuple(s.sizes for s in metas), sample_patterns=tuple(s.pattern for s in metas)
+        inputs,
+        sample_sizes=tuple(s.sizes for s in metas),
+        sample_patterns=tuple(s.pattern for s in metas),
+        largest_samples=tuple((s.pattern, s.sizes) for s in largest if s.id not in known),
     )
+
+
+def _find_largest(user: UserModel, length: int) -> list[int]:
+    """Returns the indices of the samples with the largest declared size of each key, among those with the
+    same keys, in up to MAX_COMPARED_SAMPLES samples of the dataset."""
+    count = min(length, MAX_COMPARED_SAMPLES)
+    most: dict[tuple[frozenset[str], str], tuple[int, int]] = {}  # of keys and key: size and index
+    for k in range(count):
+        index = k * length // count
+        declared = user.declared_sizes(index) or {}
+        keys = frozenset(declared)
+        for key, value in declared.items():
+            size = prod(value) if isinstance(value, tuple | list) else value
+            if isinstance(size, int) and size > most.get((keys, key), (-1, 0))[0]:
+                most[keys, key] = size, index
+    return sorted({index for _, index in most.values()})
 
 
 def read_statistics(path: Path, inputs: ModelInputs, survey: DatasetSurvey) -> ModelInputs:

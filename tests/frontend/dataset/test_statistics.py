@@ -13,6 +13,8 @@ from secc.cli import main
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
+from secc.frontend.dataset import statistics
+from secc.frontend.dataset.input_symbols import describe_inputs
 from secc.frontend.dataset.sampling import survey_dataset
 from secc.runtime.model.user_file import load_model_file
 
@@ -99,6 +101,23 @@ def test_declared_sizes_cover_the_whole_dataset_and_find_rare_patterns(tmp_path:
     drawn = survey_dataset(user)
     assert {77, 327, 577, 827} <= {d.index for d in drawn.drawn_samples} and len(drawn.drawn_samples) == 64
     assert len(user.module.LOADED) == 64
+
+
+def test_the_largest_samples_are_searched_in_the_whole_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sample 501 has 60 rows; means come from every tenth sample. Where sizes(i) is slow, nothing is
+    searched."""
+    monkeypatch.setattr(statistics, "MAX_DECLARED_SAMPLES", 100)
+    user = load_model_file(model_file(tmp_path, rare="1 if i != 501 else 60", sizes=True))
+    survey = survey_dataset(user)
+    inputs = statistics.apply_declared_sizes(user, survey, describe_inputs(user, survey))
+    assert len(inputs.sample_sizes) == 100
+    assert max(sizes["n_rows"] for sizes in inputs.sample_sizes) == 3
+    assert [sizes["n_rows"] for _, sizes in inputs.largest_samples] == [60]
+    monkeypatch.setattr(statistics, "SLOW_CALL_S", 0.0)
+    inputs = statistics.apply_declared_sizes(user, survey, describe_inputs(user, survey))
+    assert inputs.largest_samples == ()
 
 
 def test_sizes_that_are_wrong_are_refused_when_the_plan_is_made(

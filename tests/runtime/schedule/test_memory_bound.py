@@ -91,6 +91,28 @@ def test_a_large_sample_is_computed_alone_where_sections_share_ranks() -> None:
     assert last == [(2,), (2,)]
 
 
+def test_a_sample_alone_comes_first_where_others_wait_for_it() -> None:
+    """The encoder's rank has room for other images while the long text (40) is alone on rank 1. It comes
+    first: behind all others, its image's backward would come last, too."""
+    vision = limit_bytes(dataclasses.replace(make_section("vision", [0], when=IMAGE), in_flight=9), 60, "8*I")
+    lm = limit_bytes(make_section("lm", [1], forward="S", backward="2*S"), 40)
+    vision = dataclasses.replace(vision, cost=dataclasses.replace(vision.cost, backward_ns="20*I"))
+    plan = make_plan([vision, lm], [make_edge("vision", "lm")], 2)
+    samples = [
+        make_sample(i, "images", images=5 if i == 2 else 1, length=40 if i == 2 else 7) for i in range(7)
+    ]
+    bounded = schedule_batch(plan, samples)
+    check_schedule(plan, samples, bounded)
+    assert not bounded.over_memory
+    peaks = peak_bytes(plan, samples, bounded)
+    assert peaks[0] <= 60 and peaks[1] == 40
+    work = [i for i in bounded.programs[1] if i.kind in "FB"]
+    assert [bounded.micro_batches["lm"][i.micro].samples for i in work[:2]] == [(2,), (2,)]
+    others = [i for i in bounded.programs[0] if i.kind == "F"]
+    last = next(n for n, i in enumerate(bounded.programs[0]) if i.kind == "B")
+    assert len([i for i in bounded.programs[0][:last] if i.kind == "F"]) > 1 and len(others) == 7
+
+
 def test_a_sample_that_cannot_fit_is_named() -> None:
     lm = limit_bytes(make_section("lm", [0, 1]), 40)
     samples = [make_sample(i, length=41 if i == 3 else 10) for i in range(6)]
