@@ -93,12 +93,19 @@ def _step_text(plan: Plan) -> str:
     return f"{seconds_text(seconds)} predicted, {rate}{over}"
 
 
+def fullest_rank_gib(plan: Plan) -> float:
+    """Returns the GiB of the fullest rank: with mean micro-batches, or in the shown step if that is more. An
+    order may hold several large samples at once, up to what a rank has room for."""
+    simulated = plan.prediction.get("simulated", {}).get("peak_memory_gib")
+    return max([float(simulated or 0.0), *(s.memory_gib for s in plan.sections)])
+
+
 def _cost_text(plan: Plan) -> str:
     kinds = ", ".join(dict.fromkeys(s.cost.label for s in plan.sections))
     cluster = Cluster.from_dict(plan.cluster)
     memory = ""
     if cluster is not None and plan.sections:
-        fullest = max(s.memory_gib for s in plan.sections)
+        fullest = fullest_rank_gib(plan)
         memory = (
             f"; a rank of the fullest section needs {fullest:.3g} of {cluster.device.memory / 2**30:.4g} GiB"
         )

@@ -146,11 +146,13 @@ def _memory_figure(plan: Plan) -> KeyFigure | None:
     name = max(held, key=lambda n: held[n], default="")
     if not name or not held[name]:
         return None
-    used, cluster = held[name], Cluster.from_dict(plan.cluster)
+    used = max(held[name], float(plan.prediction.get("simulated", {}).get("peak_memory_gib") or 0.0) * GIB)
+    cluster = Cluster.from_dict(plan.cluster)
     if cluster is None:
         return KeyFigure("Memory", bytes_text(used), f"on the fullest rank, of {name}")
     capacity = cluster.view_of_ranks(plan.find_section(name).mesh.ranks).device.memory
-    meaning = f"of {bytes_text(capacity)} on the fullest rank, of {name}"
+    of_section = f", of {name}" if used == held[name] else ""
+    meaning = f"of {bytes_text(capacity)} on the fullest rank{of_section}"
     return KeyFigure("Memory", bytes_text(used), meaning, "good" if used < ROOMY * capacity else "fair")
 
 

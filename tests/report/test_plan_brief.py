@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from secc.report.plan_brief import plan_brief
+from secc.report.plan_brief import fullest_rank_gib, plan_brief
 from secc.report.plan_tables import plan_summary
 from tests.runtime.schedule.plan_strategies import make_edge, make_plan, make_section
 
@@ -37,3 +37,12 @@ def test_ways_that_were_dropped_on_the_first_batch_are_named() -> None:
         facts["stages"]
         == "lm, dropped on the first batch: two in a loop 50% longer, two in a V too much memory"
     )
+
+
+def test_the_fullest_rank_is_that_of_the_shown_step_where_its_samples_need_more() -> None:
+    plan = make_plan([replace(make_section("lm", [0, 1]), memory_gib=51.0)], [], 2)
+    assert fullest_rank_gib(plan) == 51.0
+    plan = replace(plan, prediction={"simulated": {"peak_memory_gib": 74.0}})
+    assert fullest_rank_gib(plan) == 74.0
+    plan = replace(plan, prediction={"simulated": {"peak_memory_gib": None}})
+    assert fullest_rank_gib(plan) == 51.0
