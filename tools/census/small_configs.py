@@ -217,7 +217,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]], "downsample_rate": "2/4"},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
-    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "nemotron_h_omni": {
+        "vision_config": {"video_temporal_patch_size": 2},
+        "image_token_id": WORDS,
+        "video_token_id": WORDS + 1,
+        "audio_token_id": WORDS + 2,
+    },
     "step3p5": {"sliding_window": 8},
     "neomme": {"head_dim": 16},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": HIDDEN // 4}},
@@ -229,7 +234,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
             "vibevoice_acoustic_tokenizer_decoder",
         )
     },
-    **{t: {"vocab_size": VOCABULARY} for t in ("vits", "fastspeech2_conformer")},
+    "vits": {"vocab_size": VOCABULARY, "use_stochastic_duration_prediction": False},
+    "fastspeech2_conformer": {"vocab_size": VOCABULARY},
     **{t: {"out_hidden_size": 4 * HIDDEN} for t in ("muse_spark", "muse_glimmer")},
     "timm_backbone": {"backbone": "test_resnet"},
     "emu3_vqgan": {"hidden_size": 4 * HIDDEN},
