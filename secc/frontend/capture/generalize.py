@@ -343,6 +343,7 @@ class _CaptureMerger:
         self._graphs = [o.recording.graph for o in group]
         self._recordings = [o.recording for o in group]
         padded = probe.padded_symbols if probe is not None else ()
+        self._padded_symbols = frozenset(padded)
         self._fitter = SizeFitter([o.sizes for o in group], padded, is_probing)
         self._data_names: list[str] = []
         self._data_numbers, self._real_symbols = DataNumbers(), dict[tuple[float, ...], Expr]()
@@ -513,7 +514,9 @@ class _CaptureMerger:
         # 1. Sizes explain the dim. 2. It adds up over the samples: a symbol of its own, named by `RowNames`.
         # 3. Values decide it (re-recorded glue, an op with a dynamic shape): a data symbol of this graph.
         expr = self._explain_integer(node, values)
-        if expr is not None and self._explanations.has_counted_rows(node):
+        if expr is not None and (
+            self._explanations.has_counted_rows(node) or self._fits_by_chance(node, expr)
+        ):
             names = symbol_names(expr)
             if names and names.isdisjoint(self._data_names):
                 return size_symbol(self._add_data_symbol(NumberSource(node, dim), values))
@@ -533,6 +536,15 @@ class _CaptureMerger:
         found = self._fitter.fit_integer(values)
         assert found is not None
         return found
+
+    def _fits_by_chance(self, node: fx.Node, expr: Expr) -> bool:
+        """Whether an expression for the number of rows that values of the inputs pick fits these batches only:
+        such a number adds up over samples, so it is linear in the numbers of rows."""
+        masks = [i for i in _pick_inputs(node) if _depends_on_inputs(i)]
+        rows = [size_symbol(n) for n in sorted(symbol_names(expr) - {*self._padded_symbols, *self._data_names})]
+        if not self._padded_symbols or not masks or not rows:
+            return False
+        return not expr.is_polynomial(*rows) or sympy.Poly(expr, *rows).total_degree() > 1
 
     def _name_rows(self, node: fx.Node, dim: int, values: Sequence[int]) -> str | None:
         """Returns the symbol of a size that values of the inputs decide and that is the sum over the
@@ -654,6 +666,14 @@ def _reads_list_sizes(node: fx.Node) -> bool:
         and str(n.target).endswith((f"{KEY_SEPARATOR}{SIZES_SUFFIX}", f"{KEY_SEPARATOR}{COUNTS_SUFFIX}"))
         for n in node.all_input_nodes
     )
+
+
+def _pick_inputs(node: fx.Node) -> Sequence[fx.Node]:
+    """Returns what decides how many rows an op picks: masks; nothing for ops that pick none."""
+    if not _has_dynamic_shape(node):
+        return ()
+    indices: Any = node.args[1] if node.target is torch.ops.aten.index.Tensor else node.args[-1:]
+    return [i for i in indices if isinstance(i, fx.Node)]
 
 
 def _has_dynamic_shape(node: fx.Node) -> bool:

@@ -323,6 +323,28 @@ def test_a_count_that_equals_a_floor_division_by_chance_is_recognised() -> None:
     assert_exact(model, case, counting(6, 5, 14))
 
 
+class Padded(HeldOut):
+    """A probe of batches that are padded to `S`."""
+
+    padded_symbols = frozenset({"S"})
+
+
+def test_rows_that_a_mask_picks_are_no_square_of_the_number_of_samples() -> None:
+    """Where each sample is one shorter than the last, sizes give their sum."""
+    model = Model(lambda m, h, mask: m.head(h[mask]).square().mean())
+
+    def stairs(samples: int, width: int) -> dict[str, torch.Tensor]:
+        found = batch(samples, width)
+        lengths = width - torch.arange(samples)
+        return found | {"mask": torch.arange(width)[None] < lengths[:, None]}
+
+    recorder = Recorder(model, ["body", "head"])
+    observed = [ObservedRecording(recorder.record(stairs(b, s)), {"B": b, "S": s}) for b, s in SIZES]
+    (case,), _ = generalize_captures(observed, Padded([]))
+    assert list(case.data_symbols) == ["rows_0"]
+    assert_exact(model, case, batch(9, 31, 99))
+
+
 class OtherSamples(HeldOut):
     """A probe where padding leads to another path, and with other samples."""
 
