@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from secc.runtime.recorder.graph_tape import MOMENT_KEYS
 from secc.runtime.recorder.nested_values import take_at_path
 from secc.runtime.recorder.recording import is_read_node
 
@@ -17,6 +18,7 @@ _LAYOUT_FREE = {aten.view.default: aten.reshape.default, aten._unsafe_view.defau
 
 _VIEW_OPS = {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default}
 
+_IMAGE_LOSS = aten.nll_loss2d_forward.default
 _GRADIENT_CUTTING_OPS = frozenset(
     (
         *("detach", "bernoulli"),
@@ -32,6 +34,7 @@ def finalize_graph(graph: fx.Graph) -> fx.Graph:
         if node.target in _LAYOUT_FREE:
             node.target = _LAYOUT_FREE[node.target]
     _drop_aliases(graph)
+    _lay_out_targets(graph)
     graph.eliminate_dead_code(is_needed)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not take_at_path:
@@ -52,11 +55,27 @@ def is_needed(node: fx.Node) -> bool:
 
 def _needs_layout(node: fx.Node) -> bool:
     """Whether a value reaches, through views, an op that needs contiguous entries: the loss of images, in
-    its backward."""
+    its backward. Targets are laid out there."""
     return any(
-        user.target is aten.nll_loss2d_forward.default or (user.target in _VIEW_OPS and _needs_layout(user))
+        (user.target is _IMAGE_LOSS and user.args[0] is node)
+        or (user.target in _VIEW_OPS and _needs_layout(user))
         for user in node.users
     )
+
+
+def _lay_out_targets(graph: fx.Graph) -> None:
+    """Give losses of images contiguous targets, whether the targets of this batch are so or not: a part of
+    one sample's is."""
+    for node in list(graph.nodes):
+        if node.target is not _IMAGE_LOSS:
+            continue
+        target = node.args[1]
+        with graph.inserting_before(node):
+            copy = graph.call_function(
+                aten.clone.default, (target,), {"memory_format": torch.contiguous_format}
+            )
+        copy.meta = {k: node.meta[k] for k in MOMENT_KEYS} | {k: target.meta[k] for k in ("shape", "dtype")}
+        node.args = (node.args[0], copy, *node.args[2:])
 
 
 def _drop_aliases(graph: fx.Graph) -> None:

@@ -538,10 +538,12 @@ class _CaptureMerger:
         return found
 
     def _fits_by_chance(self, node: fx.Node, expr: Expr) -> bool:
-        """Whether an expression for the number of rows that values of the inputs pick fits these batches only:
-        such a number adds up over samples, so it is linear in the numbers of rows."""
+        """Whether an expression for the number of rows that values of the inputs pick fits these batches
+        only: such a number adds up over samples, so it is linear in the numbers of rows."""
         masks = [i for i in _pick_inputs(node) if _depends_on_inputs(i)]
-        rows = [size_symbol(n) for n in sorted(symbol_names(expr) - {*self._padded_symbols, *self._data_names})]
+        rows = [
+            size_symbol(n) for n in sorted(symbol_names(expr) - {*self._padded_symbols, *self._data_names})
+        ]
         if not self._padded_symbols or not masks or not rows:
             return False
         return not expr.is_polynomial(*rows) or sympy.Poly(expr, *rows).total_degree() > 1

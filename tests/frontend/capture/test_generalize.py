@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from secc.errors import UserError
-from secc.frontend.capture.control_flow_paths import ObservedRecording
+from secc.frontend.capture.control_flow_paths import ObservedRecording, graph_signature
 from secc.frontend.capture.generalize import GenericGraph, generalize_captures
 from secc.frontend.capture.shared_explanations import SharedExplanations
 from secc.frontend.capture.size_fit import SizeFitter
@@ -321,6 +321,16 @@ def test_a_count_that_equals_a_floor_division_by_chance_is_recognised() -> None:
     assert "B//2" in expressions(by_chance)
     (case,), _ = generalize_captures(observed(*captures), HeldOut(observed((4, 4, 12), (6, 2, 15))))
     assert_exact(model, case, counting(6, 5, 14))
+
+
+def test_targets_of_one_sample_take_the_ops_of_several() -> None:
+    def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(m.head(h)[:, :-1].transpose(1, 2), mask.long()[:, 1:])
+
+    one, several = observe(Model(glue), [(1, 9), (2, 11)])
+    assert graph_signature(one.recording.graph) == graph_signature(several.recording.graph)
+    case, _ = generic(glue)
+    assert [str(n.target) for n in case.graph.nodes].count("aten.clone.default") == 1
 
 
 class Padded(HeldOut):

@@ -268,7 +268,7 @@ def stacked(samples: list[Sample]) -> torch.Tensor:
             "gives 'y' for a set of samples",
         ),
         (
-            lambda samples: {"x": stacked(samples), "t": [[s["input_ids"]] for s in samples]},
+            lambda samples: {"x": stacked(samples), "t": [{"y": [s["input_ids"]]} for s in samples]},
             "the list 't' has another number",
         ),
         (
