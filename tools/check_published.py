@@ -177,6 +177,7 @@ class AllocateOnFramework(Allocate):
         device = replace(
             cluster.device,
             efficiency_percent=PRODUCT_PERCENT[self.chip],
+            memory_percent=100,  # the framework's passes over layers are fitted at the full rate
             framework=self.published.framework,
             memory_margin=FRAMEWORK_MEMORY_MARGIN,
         )

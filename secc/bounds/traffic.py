@@ -272,7 +272,7 @@ class Traffic:
         if self.cluster is None:
             return 0
         bytes_moved = sum(self._optimizer_bytes_by_group[i] for i in self._group_numbers.get(rank, ()))
-        return 1000 * bytes_moved // self.cluster.view_of_ranks([rank]).device.memory_bytes_per_us
+        return 1000 * bytes_moved // self.cluster.view_of_ranks([rank]).device.moved_bytes_per_us
 
     def _optimizer_bytes(self, name: str) -> int:
         """Bytes that the optimizer step moves for a parameter; where it has a master, the parameter is

@@ -40,7 +40,7 @@ _MIN_FIGURE, _MAX_FIGURE = 1e-3, 1e9  # smaller ones would be no whole ns, MB/s 
 
 _GROUP_KEYS = frozenset({
     "nodes", "devices", "kind", "like", "memory_gib", "bf16_tflops", "f32_tflops", "memory_gb_s",
-    "efficiency_percent", "expert_lost_rows", "memory_margin", "inside", "host",
+    "efficiency_percent", "memory_percent", "expert_lost_rows", "memory_margin", "inside", "host",
 })  # fmt: skip
 _TOP_LEVEL_KEYS = _GROUP_KEYS | {"groups", "between", "name"}
 
@@ -165,6 +165,7 @@ def _device_from_file(path: Path, data: FileData, device: Device, kind: str) -> 
             _positive_number(path, data, "memory_gb_s", device.memory_bytes_per_s / 10**9) * 10**9
         ),
         efficiency_percent=_positive_integer(path, data, "efficiency_percent", device.efficiency_percent),
+        memory_percent=_positive_integer(path, data, "memory_percent", device.memory_percent),
         expert_lost_rows=round(
             _number_in_range(path, data, "expert_lost_rows", device.expert_lost_rows, 0, _MAX_LOST_ROWS)
         ),

@@ -29,6 +29,10 @@ EXPERT_LOST_ROWS = 64
 # published A100 steps have a median of 1.01 (`tools.check_published --own-runtime`). Higher ones would make
 # them too short. On H100 it is 0.83 for 33 steps of llm-foundry, which used a slow attention kernel.
 LARGE_PRODUCT_PERCENT = 70
+# Percent of the memory's rate that operations other than products reach. That of Hopper is fitted on steps
+# of four layers of Qwen3-8B on one H100 and one H200, with and without fused operators (docs/gpu.md). At the
+# full rate they are predicted to take 0.78 to 0.89 of the time that the device computed, at 56% 0.86 to 1.08.
+HOPPER_MEMORY_PERCENT = 56
 HOPPER_PRODUCT_PERCENT = 60  # fitted on those 33 steps
 
 
@@ -47,9 +51,11 @@ def _gpu_device(
     hbm_gb_s: int,
     host: tuple[int, int],
     percent: int = LARGE_PRODUCT_PERCENT,
+    memory_percent: int = 100,
 ) -> Device:
     """A GPU from TFLOP/s in bf16, f32 and f64 (f32 on CUDA cores, torch's default), bytes of memory, GB/s of
-    HBM, GB of host memory and GB/s to it, and the percent of the peak that large products reach."""
+    HBM, GB of host memory and GB/s to it, and the percent of the peak that large products reach, and of
+    HBM's rate that other operations do."""
     rates = (
         ("bf16", round(bf16 * 1000)),
         ("f16", round(bf16 * 1000)),
@@ -71,11 +77,16 @@ def _gpu_device(
         EXPERT_LOST_ROWS,
         host[0] * GB,
         host[1] * GB * HOST_COPY_PERCENT // 100,
+        memory_percent=memory_percent,
     )
 
 
-H100 = _gpu_device("H100", 989, 67, 34, 80 * GIB, 3350, _DGX_GEN5, HOPPER_PRODUCT_PERCENT)
-H200 = _gpu_device("H200", 989, 67, 34, 141 * GB, 4800, _DGX_GEN5, HOPPER_PRODUCT_PERCENT)
+H100 = _gpu_device(
+    "H100", 989, 67, 34, 80 * GIB, 3350, _DGX_GEN5, HOPPER_PRODUCT_PERCENT, HOPPER_MEMORY_PERCENT
+)
+H200 = _gpu_device(
+    "H200", 989, 67, 34, 141 * GB, 4800, _DGX_GEN5, HOPPER_PRODUCT_PERCENT, HOPPER_MEMORY_PERCENT
+)
 A100 = _gpu_device("A100", 312, 19.5, 9.7, 80 * GIB, 2039, _DGX_GEN4)
 A100_40GB = _gpu_device("A100_40GB", 312, 19.5, 9.7, 40 * GIB, 1555, (128, 32))
 A800 = _gpu_device("A800", 312, 19.5, 9.7, 80 * GIB, 2039, _DGX_GEN4)
@@ -135,7 +146,12 @@ _GEN4_HOST_SOURCE = (
     " page-locked memory; {}"
 )
 
-# Where each kind's figures come from: rates, memory (size and bandwidth), the link inside a node, the link
+_HOPPER_MOVED_SOURCE = "fitted on steps of secc on one H100 and one H200"
+_A100_MOVED_SOURCE = "published steps on A100 need no less (docs/costs.md)"
+_ASSUMED_MOVED_SOURCE = "assumed"
+
+# Where each kind's figures come from: rates, memory (size and bandwidth), the part of its
+# bandwidth that operations reach, the link inside a node, the link
 # between nodes, the host's memory and the link to it.
 FIGURE_SOURCES: dict[str, dict[str, str]] = {
     "h100": {
@@ -144,6 +160,7 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
             "(989 dense), 67 f32, 34 f64"
         ),
         "memory": "same datasheet: 80 GB HBM3 (80 GiB as the driver reports), 3.35 TB/s",
+        "moved": _HOPPER_MOVED_SOURCE,
         "inside": "same datasheet: NVLink 900 GB/s in both directions; latency assumed",
         "between": _NDR_SOURCE,
         "host": _GEN5_HOST_SOURCE.format("NVIDIA DGX H100 user guide"),
@@ -154,6 +171,7 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
             "(989 dense), 67 f32, 34 f64"
         ),
         "memory": "same datasheet: 141 GB HBM3e, 4.8 TB/s",
+        "moved": _HOPPER_MOVED_SOURCE,
         "inside": "same datasheet: NVLink 900 GB/s in both directions; latency assumed",
         "between": _NDR_SOURCE,
         "host": _GEN5_HOST_SOURCE.format("NVIDIA DGX H200 user guide"),
@@ -161,6 +179,7 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
     "a100": {
         "rates": "NVIDIA A100 Tensor Core GPU datasheet, SXM 80 GB: 312 TFLOPS bf16, 19.5 f32, 9.7 f64",
         "memory": "same datasheet: 80 GB HBM2e, 2,039 GB/s",
+        "moved": _A100_MOVED_SOURCE,
         "inside": "same datasheet: NVLink 600 GB/s in both directions; latency assumed",
         "between": _HDR_SOURCE,
         "host": _GEN4_HOST_SOURCE.format(
@@ -170,6 +189,7 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
     "a100_40gb": {
         "rates": "NVIDIA A100 Tensor Core GPU datasheet, SXM 40 GB: 312 TFLOPS bf16, 19.5 f32, 9.7 f64",
         "memory": "same datasheet: 40 GB HBM2, 1,555 GB/s",
+        "moved": _A100_MOVED_SOURCE,
         "inside": "same datasheet: NVLink 600 GB/s in both directions; latency assumed",
         "between": _HDR_SOURCE,
         "host": _GEN4_HOST_SOURCE.format(
@@ -181,6 +201,7 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
             "as NVIDIA A100 80 GB (the A800 is its export variant): 312 TFLOPS bf16, 19.5 f32, 9.7 f64"
         ),
         "memory": "as NVIDIA A100 80 GB: 2,039 GB/s",
+        "moved": _A100_MOVED_SOURCE,
         "inside": (
             "NVIDIA's statement on the A800 (Reuters, 11.2022): NVLink 400 GB/s in both "
             "directions, 600 on the A100; latency assumed"
@@ -194,6 +215,7 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
             "a GPU), 600 TFLOPS f32, 296 f64"
         ),
         "memory": "same datasheet: 1.44 TB HBM3e (180 GB a GPU), 62 TB/s (7.7 a GPU)",
+        "moved": _ASSUMED_MOVED_SOURCE,
         "inside": "same datasheet: NVLink 5, 1.8 TB/s a GPU in both directions; latency assumed",
         "between": (
             "one 400 Gb/s port a GPU (NVIDIA DGX BasePOD reference architecture: eight "
@@ -207,6 +229,7 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
             "f64 at 1/64 of f32"
         ),
         "memory": "same datasheet: 48 GB GDDR6, 864 GB/s",
+        "moved": _ASSUMED_MOVED_SOURCE,
         "inside": "same datasheet: PCIe Gen4 x16, 64 GB/s in both directions; latency assumed",
         "between": "200 Gb/s Ethernet or InfiniBand, assumed",
         "host": _GEN4_HOST_SOURCE.format("512 GB of system memory for eight GPUs, assumed"),
@@ -214,6 +237,7 @@ FIGURE_SOURCES: dict[str, dict[str, str]] = {
     "cpu": {
         "rates": _ASSUMED_SOURCE,
         "memory": _ASSUMED_SOURCE,
+        "moved": _ASSUMED_SOURCE,
         "inside": "assumed: gloo over TCP",
         "between": "assumed: gloo over TCP",
         "host": "assumed: device and host share a memory; of the order that one core copies",

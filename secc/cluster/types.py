@@ -81,6 +81,7 @@ class Device:
     gflops: (dtype, peak GFLOP/s of dense matrix products).
     efficiency_percent: percent of the peak that large products reach; narrow ones reach less
         (`secc.cost.model.gemm_efficiency`).
+    memory_percent: percent of the memory's rate that operations other than products reach.
     memory, reserved: bytes, and those of them that tensors cannot use.
     op_ns: nanoseconds of issuing an operation.
     expert_lost_rows: a product of several experts takes as long as one with this many more rows an expert.
@@ -106,6 +107,7 @@ class Device:
     host_bytes_per_s: int = 0
     memory_margin: int = 5
     framework: Framework = OWN_RUNTIME
+    memory_percent: int = 100
 
     def flops_per_us(self, dtype: str) -> int:
         """FLOPs per microsecond of large products in `dtype` (short name such as "bf16"); that of f32 for
@@ -117,6 +119,11 @@ class Device:
     def memory_bytes_per_us(self) -> int:
         """Memory bytes read or written per microsecond."""
         return self.memory_bytes_per_s // 10**6
+
+    @property
+    def moved_bytes_per_us(self) -> int:
+        """Memory bytes that operations other than products read or write per microsecond."""
+        return self.memory_bytes_per_s * self.memory_percent // 10**8
 
     @property
     def usable_memory(self) -> int:
@@ -287,9 +294,10 @@ def mixed_cluster(name: str, groups: Sequence[NodeGroup], per_node: int, between
 
 
 def _worst_device(devices: Sequence[Device]) -> Device:
-    """The least of each figure. Of products it is the rate they reach, so that one kind's low peak is not
-    multiplied by another's low efficiency."""
+    """The least of each figure. Of products and of memory it is the rate that is reached, so that one kind's
+    low peak is not multiplied by another's low efficiency."""
     efficiency = max(d.efficiency_percent for d in devices)
+    memory_percent = max(d.memory_percent for d in devices)
     rates = [{name: rate * d.efficiency_percent // efficiency for name, rate in d.gflops} for d in devices]
     common = [name for name in rates[0] if all(name in r for r in rates)]
     return Device(
@@ -297,7 +305,7 @@ def _worst_device(devices: Sequence[Device]) -> Device:
         backend=devices[0].backend,
         gflops=tuple((name, min(r[name] for r in rates)) for name in common),
         memory=min(d.memory for d in devices),
-        memory_bytes_per_s=min(d.memory_bytes_per_s for d in devices),
+        memory_bytes_per_s=min(d.memory_bytes_per_s * d.memory_percent for d in devices) // memory_percent,
         efficiency_percent=efficiency,
         op_ns=max(d.op_ns for d in devices),
         reserved=max(d.reserved for d in devices),
@@ -306,6 +314,7 @@ def _worst_device(devices: Sequence[Device]) -> Device:
         host_memory=min(d.host_memory for d in devices),
         host_bytes_per_s=min(d.host_bytes_per_s for d in devices),
         memory_margin=max(d.memory_margin for d in devices),
+        memory_percent=memory_percent,
     )
 
 

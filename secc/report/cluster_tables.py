@@ -45,6 +45,12 @@ def _device_table(group: NodeGroup) -> TextTable:
         row("memory", memory, "memory", preset is not None and device.memory == preset.memory),
         row("memory rate", f"{device.memory_bytes_per_s / 1e9:g} GB/s", "memory", same_bandwidth),
         row(
+            "reached between products",
+            f"{device.memory_percent}% of it",
+            "moved",
+            preset is not None and device.memory_percent == preset.memory_percent,
+        ),
+        row(
             "inside a node",
             _link_text(group.inside),
             "inside",

@@ -58,7 +58,7 @@ def _roofline_expression(issued: int, work: str, moved: str, passes: int, dtype:
     if work != "0":
         terms.append(f"1000*({work})//{device.flops_per_us(dtype)}")
     if moved != "0":
-        terms.append(f"{1000 * passes}*({moved})//{device.memory_bytes_per_us}")
+        terms.append(f"{1000 * passes}*({moved})//{device.moved_bytes_per_us}")
     return " + ".join(terms)
 
 
@@ -96,7 +96,7 @@ def optimizer_step_ns(cost: SectionCost, device: Device, shards: int = 1) -> int
     moving = (
         1000
         * (OPTIMIZER_MEMORY_PASSES * (cost.optimizer_weight_bytes // shards) + written // shards)
-        // device.memory_bytes_per_us
+        // device.moved_bytes_per_us
     )
     return moving + cost.trainable_tensors * device.overheads.tensor // shards
 
