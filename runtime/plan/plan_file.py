@@ -312,6 +312,7 @@ _DEVICE = shapes.record(
         "host_memory": _COUNT,
         "host_bytes_per_s": _COUNT,
         "memory_margin": shapes.integer(0, 90),
+        "memory_percent": shapes.integer(1, 100),
         "overheads": shapes.record(
             {}, {**dict.fromkeys(("job", "message", "tensor", "sample", "step"), _COUNT), "label": _TEXT}
         ),

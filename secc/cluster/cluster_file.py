@@ -164,8 +164,10 @@ def _device_from_file(path: Path, data: FileData, device: Device, kind: str) -> 
         memory_bytes_per_s=round(
             _positive_number(path, data, "memory_gb_s", device.memory_bytes_per_s / 10**9) * 10**9
         ),
-        efficiency_percent=_positive_integer(path, data, "efficiency_percent", device.efficiency_percent),
-        memory_percent=_positive_integer(path, data, "memory_percent", device.memory_percent),
+        efficiency_percent=_positive_integer(
+            path, data, "efficiency_percent", device.efficiency_percent, 100
+        ),
+        memory_percent=_positive_integer(path, data, "memory_percent", device.memory_percent, 100),
         expert_lost_rows=round(
             _number_in_range(path, data, "expert_lost_rows", device.expert_lost_rows, 0, _MAX_LOST_ROWS)
         ),
@@ -245,13 +247,15 @@ def _number_in_range(
     return value
 
 
-def _positive_integer(path: Path, data: FileData, key: str, default: int | None) -> int:
+def _positive_integer(
+    path: Path, data: FileData, key: str, default: int | None, most: int = MAX_RANKS
+) -> int:
     value = data.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANKS:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         if value is None:
             raise UserError(
                 f"the cluster file lacks {key!r}", str(path), f"add {key}, an integer of at least 1"
             )
-        limit = f"an integer of at least 1 and up to {MAX_RANKS}"
+        limit = f"an integer of at least 1 and up to {most}"
         raise UserError(f"expected {limit} for {key!r}, got {show_value(value)}", str(path))
     return value

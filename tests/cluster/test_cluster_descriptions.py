@@ -26,7 +26,8 @@ def test_shorthand() -> None:
 
 def test_every_preset_has_links_and_sane_figures() -> None:
     assert DEVICE_PRESETS.keys() == LINK_PRESETS.keys() == FIGURE_SOURCES.keys()
-    assert all(set(s) == {"rates", "memory", "inside", "between", "host"} for s in FIGURE_SOURCES.values())
+    figures = {"rates", "memory", "moved", "inside", "between", "host"}
+    assert all(set(s) == figures for s in FIGURE_SOURCES.values())
     for device in DEVICE_PRESETS.values():
         assert device.flops_per_us("bf16") > 0 and device.flops_per_us("c64") == device.flops_per_us("f32")
         assert 0 < device.usable_memory < device.memory
@@ -197,4 +198,14 @@ def test_invalid_files(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
+        parse_cluster(str(path))
+
+
+def test_operations_reach_the_part_of_the_memory_rate_that_a_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("nodes: 1\ndevices: 2\nkind: H100\nmemory_gb_s: 4000\nmemory_percent: 50\n")
+    device = parse_cluster(str(path)).device
+    assert (device.memory_bytes_per_us, device.moved_bytes_per_us) == (4_000_000, 2_000_000)
+    path.write_text("nodes: 1\ndevices: 2\nkind: H100\nmemory_percent: 101\n")
+    with pytest.raises(UserError, match="up to 100 for 'memory_percent', got 101"):
         parse_cluster(str(path))

@@ -79,7 +79,8 @@ def test_habits_that_cost_time(
     ],
 )
 def test_habits_that_save_time(graph: GraphOp, habits: Framework, shape: ReplicaShape) -> None:
-    assert step_ns(graph, habits, shape) < step_ns(graph, Framework(), shape)
+    other = Framework(name="other")  # secc's own runtime hides gathers
+    assert step_ns(graph, habits, shape) < step_ns(graph, other, shape)
 
 
 def test_a_second_forward_sums_over_tp_again(graph: GraphOp) -> None:

@@ -245,7 +245,7 @@ def test_times_follow_the_roofline() -> None:
     compute = 1000 * (30 * 2 * 10**6 + 1) // (989_000 * 600)
     assert evaluate_expr(text, sizes) == device.overheads.job + 9 * device.op_ns + compute + 1000 * (
         32 * 2 * 10**6 + 32
-    ) // (3350 * 1000)
+    ) // (3350 * 560)
     assert roofline.backward_ns_expression(cost_of(section_graph(X + F)), "forward", device) == "0"
 
 
