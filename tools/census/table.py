@@ -35,11 +35,13 @@ python -m tools.census --sample 20                # some rows
 python -m tools.census --write                    # write this page
 ```
 
-Dropout is off, batch norms use their running statistics, and what a class without a loss computes is trained
-by a squared error of its pooled hidden states. Where widths of a tower do not fit when all sizes are small,
-it keeps those of its class (`tools/census/small_configs.py`). If a message names an option with which a plan
-is exact (`--global-sums`, `--whole-batch BLOCK`), or fewer ranks, the row is compiled again with it. Adapters
-need `peft`, denoisers and autoencoders `diffusers`, some towers `timm`. Every row is a model file
+Samples follow the names of forward's inputs (`tools/census/recipes.py`), or, where these say nothing, the
+shapes that its documentation gives (`tools/census/documented.py`). Dropout is off, batch norms use their
+running statistics, and what a class without a loss computes is trained by a squared error of its pooled
+hidden states. Where widths of a tower do not fit when all sizes are small, it keeps those of its class
+(`tools/census/small_configs.py`). If a message names an option with which a plan is exact (`--global-sums`,
+`--whole-batch BLOCK`), or fewer ranks, the row is compiled again with it. Adapters need `peft`, denoisers and
+autoencoders `diffusers`, some towers `timm`, one codec `torchaudio`. Every row is a model file
 (`tools/census/rows.py`).
 """
 
