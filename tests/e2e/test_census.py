@@ -17,7 +17,7 @@ from torch import nn
 from transformers import CLIPVisionConfig, Sapiens2Config
 
 from tools.census import row_processes
-from tools.census.catalog import STAGES
+from tools.census.catalog import STAGES, HiddenStates
 from tools.census.documented import documented_inputs
 from tools.census.results import ResultFile
 from tools.census.row_check import Outcome, RowResult, check_row, named_option
@@ -139,6 +139,14 @@ def test_results_are_kept_for_their_versions(tmp_path: Path) -> None:
     assert again.known(any_commit=True) == {"causal/gpt2", "causal/llama"}
     again.append(RowResult("causal/llama", "causal", Outcome.EXACT))
     assert {r.row.outcome for r in again.latest().values()} == {Outcome.EXACT}
+
+
+def test_hidden_states_of_a_norm_are_trained() -> None:
+    model = HiddenStates(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)))
+    loss = ((model.wrapped(torch.randn(3, 4)) - 0.5) ** 2).mean()
+    assert loss.item() == pytest.approx(1.25, abs=1e-3)  # whatever the weights are
+    model.forward(input=torch.randn(3, 4)).backward()
+    assert model.wrapped[0].weight.grad.abs().max() > 1e-3  # pyright: ignore
 
 
 def test_a_placeholder_of_a_remedy_is_no_option() -> None:

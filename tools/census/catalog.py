@@ -211,7 +211,8 @@ def to_training(model: nn.Module) -> nn.Module:
 
 class HiddenStates(nn.Module):
     """Trains a model without a loss: the hidden states of each sample, averaged over its positions, are drawn
-    to one value."""
+    to values from 0 to 1. To one value would not train states that a norm has made: their mean square is
+    given."""
 
     def __init__(self, wrapped: nn.Module) -> None:
         super().__init__()
@@ -226,7 +227,8 @@ class HiddenStates(nn.Module):
             pooled = (states * weights).sum(1) / weights.sum(1)
         else:
             pooled = states.flatten(1)
-        return ((pooled - 0.5) ** 2).mean()
+        wanted = torch.linspace(0, 1, pooled.shape[1], dtype=pooled.dtype, device=pooled.device)
+        return ((pooled - wanted) ** 2).mean()
 
 
 def first_states(output: Any) -> torch.Tensor:
