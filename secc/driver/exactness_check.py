@@ -149,12 +149,28 @@ def _check_other_plans(compiled: CompiledPlan, error: UserError) -> CompiledPlan
         except UserError as other:
             if options.taken_back != compiled.options.taken_back and not isinstance(other, InexactPlan):
                 refusal = other
+            if isinstance(other, InexactPlan) and options.widths == "own" != compiled.options.widths:
+                refusal = _no_width_error(error)
             continue
         if options.widths == compiled.options.widths:
             return checked
         reason = WidthsReason.AFFECTED if options.widths == "global" else WidthsReason.NEEDED
         return _add_checks(checked, {"widths": reason.value})
     raise _blame_pinned_stages(compiled, refusal)
+
+
+def _no_width_error(error: UserError) -> UserError:
+    """Returns the error of a model that fails at the global batch's widths with `error`, and is inexact at
+    its own."""
+    message = (
+        "no width of micro-batches is right: padding reaches the loss, so they need the width of the global "
+        f"batch, and padded to it, {error.message}"
+    )
+    remedy = (
+        "let padding change nothing (mask what convolutions and sums see of it), or give what forward makes "
+        "(as by durations) the width of an input, `F.pad(y, (0, 0, 0, mel.shape[1] - y.shape[1]))`"
+    )
+    return UserError(message, error.where, remedy)
 
 
 def _blame_pinned_stages(compiled: CompiledPlan, refusal: UserError) -> UserError:

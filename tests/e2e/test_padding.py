@@ -13,6 +13,7 @@ from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.driver.step_preview import preview_step
+from secc.errors import UserError
 from secc.frontend.excerpt.limits import ExcerptLimits
 from secc.report.plan_warnings import plan_warnings
 
@@ -271,3 +272,42 @@ def test_widths_of_models_that_are_too_large_to_run(
         re.findall(r"a step of ([\d.]+) ms in place of ([\d.]+) ms with own widths", text) for text in priced
     ]
     assert all(float(padded) > float(own) for ((padded, own),) in steps)
+
+
+# Sounds as long as durations say, and a convolution that sees how they are padded.
+REGULATED = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mel = nn.Embedding(64, 8), nn.Linear(8, 8)
+        self.ears = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.GELU(), nn.Conv1d(8, 8, 3, padding=1))
+
+    def forward(self, input_ids, times, sound):
+        rows = [x.repeat_interleave(t, 0) for x, t in zip(self.embed(input_ids), times)]
+        made = self.mel(pad_sequence(rows, True))
+        heard = self.ears(made.mT) - self.ears(sound.mT)
+        return (heard.abs().sum() + (made - sound).square().sum()) / times.sum()
+
+
+def model():
+    return Model()
+
+
+def collate(samples):
+    times = [1 + s["input_ids"] % 3 for s in samples]
+    sound = [torch.arange(8.0 * t.sum()).view(-1, 8).sin() for t in times]
+    ids = pad_sequence([s["input_ids"] for s in samples], True)
+    return dict(input_ids=ids, times=pad_sequence(times, True), sound=pad_sequence(sound, True))
+"""
+
+
+def test_a_width_that_forward_computes_and_padding_that_reaches_the_loss_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(DATA + REGULATED)
+    with pytest.raises(UserError, match="no width of micro-batches is right: padding reaches") as refused:
+        check_exactness(compile_model(path, CompileOptions()))
+    assert refused.value.where.startswith("model.py:") and "F.pad" in refused.value.remedy
+    lengthened = "made = F.pad(made, (0, 0, 0, sound.shape[1] - made.shape[1]))"
+    padded = REGULATED.replace("        heard =", f"        {lengthened}\n        heard =")
+    path.write_text(DATA + padded)
+    assert check_exactness(compile_model(path, CompileOptions())).plan.widths == "global"
