@@ -211,8 +211,8 @@ def to_training(model: nn.Module) -> nn.Module:
 
 class HiddenStates(nn.Module):
     """Trains a model without a loss: the hidden states of each sample, averaged over its positions, are drawn
-    to values from 0 to 1. To one value would not train states that a norm has made: their mean square is
-    given."""
+    to values from 0 to 1, one for each channel. To one value would not train states that a norm has made:
+    their mean square is given."""
 
     def __init__(self, wrapped: nn.Module) -> None:
         super().__init__()
@@ -226,9 +226,10 @@ class HiddenStates(nn.Module):
             weights = mask.to(states.dtype)[..., None]
             pooled = (states * weights).sum(1) / weights.sum(1)
         else:
-            pooled = states.flatten(1)
-        wanted = torch.linspace(0, 1, pooled.shape[1], dtype=pooled.dtype, device=pooled.device)
-        return ((pooled - wanted) ** 2).mean()
+            pooled = states
+        channels = states.shape[1 if states.dim() == 4 else -1]
+        wanted = torch.linspace(0, 1, channels, dtype=states.dtype, device=states.device)
+        return ((pooled - (wanted[:, None, None] if pooled.dim() == 4 else wanted)) ** 2).mean()
 
 
 def first_states(output: Any) -> torch.Tensor:
