@@ -27,7 +27,7 @@ EXPERT_LOST_ROWS = 64
 # reach 81% on A100 and 69% on H100 (docs/costs.md). Those habits (norms that are not fused, products with few
 # rows) are not priced for secc's own runtime, so these percentages stand for them, too: predictions over 114
 # published A100 steps have a median of 1.01 (`tools.check_published --own-runtime`). Higher ones would make
-# them too short. On H100 it is 0.83 for 33 steps of llm-foundry, which used a slow attention kernel.
+# them too short. On H100 it is 0.86 for 33 steps of llm-foundry, which used a slow attention kernel.
 LARGE_PRODUCT_PERCENT = 70
 # Percent of the memory's rate that operations other than products reach. That of Hopper is fitted on steps
 # of four layers of Qwen3-8B on one H100 and one H200, with and without fused operators (docs/gpu.md). At the
