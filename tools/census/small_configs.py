@@ -258,11 +258,6 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "uvdoc": {"backbone_config": {"out_features": [f"stage{i}" for i in range(1, 7)]}},
     "clap_audio_model": {"spec_size": 64, "window_size": 4},
     **{t: {"hidden_size": 2 * HIDDEN} for t in ("neucodec", "xcodec2")},
-    "sam2_hiera_det_model": {"embed_dim_per_stage": [HIDDEN, 32, 32, 32]},
-    "sam2_vision_model": {
-        "backbone_channel_list": [32, 32, 32, HIDDEN],
-        "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]],
-    },
     "sam3_tracker": {
         "vision_config": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
     },
