@@ -307,7 +307,8 @@ def test_a_width_that_forward_computes_and_padding_that_reaches_the_loss_are_ref
     with pytest.raises(UserError, match="no width of micro-batches is right: padding reaches") as refused:
         check_exactness(compile_model(path, CompileOptions()))
     assert refused.value.where.startswith("model.py:") and "F.pad" in refused.value.remedy
-    lengthened = "made = F.pad(made, (0, 0, 0, sound.shape[1] - made.shape[1]))"
-    padded = REGULATED.replace("        heard =", f"        {lengthened}\n        heard =")
+    lengthened = "rows = F.pad(pad_sequence(rows, True), (0, 0, 0, sound.shape[1] - max(map(len, rows))))"
+    padded = REGULATED.replace("        made =", f"        {lengthened}\n        made =")
+    padded = padded.replace("self.mel(pad_sequence(rows, True))", "self.mel(rows)")
     path.write_text(DATA + padded)
     assert check_exactness(compile_model(path, CompileOptions())).plan.widths == "global"
