@@ -95,13 +95,13 @@ def test_dealt_samples_cost_at_most_what_divided_ones_do() -> None:
 
 def test_ranks_are_divided_by_what_dealt_samples_cost() -> None:
     """The plan has a larger cp and fewer replicas than the best one for divided samples, and is shorter."""
-    lengths = [4096] * 28 + [16_384] * 3 + [131_072]
+    lengths = [4096] * 44 + [16_384] * 3 + [131_072]
     module = parse_module(GRAPH.format(mean=sum(lengths) // len(lengths)))
     graph = graph_of(module)
     listed = [(frozenset[str](), {"B": 1, "S": n}) for n in lengths]
     graph.attributes[SAMPLES_ATTRIBUTE] = samples_attr(["B", "S"], listed)
     graph.widths = StringAttr("own")
-    Allocate(cluster="2x8xH100", global_batch=32).apply(Context(), module)
+    Allocate(cluster="2x8xH100", global_batch=48).apply(Context(), module)
     (section,) = graph.sections
     assert get_string(section, "cp_per") == "micro_batch" and get_number(section, "cp") == 8
     solver = json.loads(get_string(graph, "solver") or "")
