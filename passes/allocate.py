@@ -155,7 +155,7 @@ class Allocate(ModulePass):
         """The best plan by simulation, of problems with and without activations in host memory and dealt
         samples; with its problem, and facts about how it was found."""
         won = self._refine_within_memory(solved)
-        with_host = self._with_host_memory(solved, won)
+        with_host = self.offer_host_memory(solved, won)
         if (
             with_host is not None
             and (offloading := self._solve_with_host_memory(solved, with_host)) is not None
@@ -165,20 +165,27 @@ class Allocate(ModulePass):
                 solved, won = offloading, other
         dealt = self._choose_dealing(solved, won)
         facts = _dealing_facts(dealt)
-        # Host memory may pay only with dealt samples, where what it saves no longer waits for other sections.
-        asked = self._price_as_dealt(solved if with_host is None else replace(solved, work=with_host))
-        if asked is not None:
-            solution = solve_allocation(asked, margin=MULTI_RANK_MARGIN)
-            if solution is not None:
-                priced = replace(solved, work=with_host or solved.work, problem=asked, solution=solution)
-                priced, own = _add_plan(priced, dealt)
-                other = self._choose_dealing(priced, self._refine_within_memory(priced, (own,)))
-                steps = dealt.refined.evaluation.time_ns, other.refined.evaluation.time_ns
-                if other.refined.evaluation.is_better_than(dealt.refined.evaluation):
-                    solved, dealt, facts = priced, other, _dealing_facts(other)
-                facts |= {
-                    "step_s": {"priced as divided": steps[0] / 10**9, "priced as dealt": steps[1] / 10**9}
-                }
+        # Host memory may pay only with dealt samples, where what it saves no longer waits for other sections,
+        # or lets a smaller cp fit, which only the plans that are found with them show.
+        divided_ns = dealt.refined.evaluation.time_ns
+        best_ns, base = None, solved
+        for _ in range(1 if with_host is not None else 2):
+            found = self._find_dealt(base, with_host or base.work, dealt)
+            if found is None:
+                break
+            priced, other = found
+            evaluation = other.refined.evaluation
+            best_ns = evaluation.time_ns if best_ns is None else min(best_ns, evaluation.time_ns)
+            if evaluation.is_better_than(dealt.refined.evaluation):
+                solved, dealt, facts = priced, other, _dealing_facts(other)
+            with_host = self.offer_host_memory(
+                replace(priced, problem=other.problem), other.refined, to_fit=True
+            )
+            if with_host is None:
+                break
+        if best_ns is not None:
+            steps = divided_ns / 10**9, best_ns / 10**9
+            facts |= {"step_s": {"priced as divided": steps[0], "priced as dealt": steps[1]}}
         solved, won = replace(solved, problem=dealt.problem), dealt.refined
         facts = {"dynamic_cp": facts} if facts else {}
         if solved.problem.deadline is not None or solved.work.cluster.device.backend in PLAIN_BACKENDS:
@@ -187,6 +194,19 @@ class Allocate(ModulePass):
         interleaved = choose_interleaving(solved.make_evaluator(), won, ranks, solved.pins)
         facts |= _interleaving_facts(interleaved)
         return replace(solved, problem=interleaved.problem), interleaved.refined, facts
+
+    def _find_dealt(
+        self, solved: SolvedAllocation, work: Workload, known: DealtPlan
+    ) -> tuple[SolvedAllocation, DealtPlan] | None:
+        """The best plan with samples priced as dealt, of `work`, and its problem; `known` is one of the plans
+        that it is compared with. None where samples are not dealt, or nothing fits."""
+        asked = self._price_as_dealt(replace(solved, work=work))
+        solution = None if asked is None else solve_allocation(asked, margin=MULTI_RANK_MARGIN)
+        if asked is None or solution is None:
+            return None
+        priced = replace(solved, work=work, problem=asked, solution=solution)
+        priced, own = _add_plan(priced, known)
+        return priced, self._choose_dealing(priced, self._refine_within_memory(priced, (own,)))
 
     def least_step_s(self, solved: SolvedAllocation) -> float:
         """Seconds that a step takes at least under any plan on these ranks, the mean over the batches of the
@@ -270,9 +290,12 @@ class Allocate(ModulePass):
         }
         return [stage for stage in self.stages if stage not in self.set] if offloads == {"none"} else []
 
-    def _with_host_memory(self, solved: SolvedAllocation, won: RefinedPlan) -> Workload | None:
+    def offer_host_memory(
+        self, solved: SolvedAllocation, won: RefinedPlan, to_fit: bool = False
+    ) -> Workload | None:
         """The work with host memory where using it may save time: frozen layers fill much of a device, or
-        layers run again and copies would take less; None elsewhere."""
+        layers run again and copies would take less, or with `to_fit` all layers run again on parts of
+        samples; None elsewhere."""
         chosen = {s: cs[won.assignment.choice[s]] for s, cs in solved.problem.sections.items()}
         work = solved.work.with_offloads((*solved.work.offloads, "activations", "weights"))
         device = work.cluster.device
@@ -282,7 +305,11 @@ class Allocate(ModulePass):
         weights = any(
             not load.cost.trainable and 2 * layer_bytes(load.cost) > device.usable_memory for load, _ in loads
         )
-        activations = any(may_copy_in_place_of_recomputing(work, load, c) for load, c in loads)
+        activations = any(
+            may_copy_in_place_of_recomputing(work, load, c)
+            or (to_fit and c.recompute == "full" and c.cp_per == "micro_batch" and c.offload == "none")
+            for load, c in loads
+        )
         offloads = [*(["weights"] if weights else []), *(["activations"] if activations else [])]
         return solved.work.with_offloads(tuple(offloads)) if offloads else None
 

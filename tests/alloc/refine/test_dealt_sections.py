@@ -23,7 +23,7 @@ from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.analysis.sample_sizes import SAMPLES_ATTRIBUTE, samples_attr
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io.module_text import parse_module
-from secc.passes.allocate import Allocate
+from secc.passes.allocate import Allocate, SolvedAllocation
 from tests.alloc.problem.test_row_parts import GRAPH, LONG, build_long_workload
 
 
@@ -159,3 +159,17 @@ def test_frozen_weights_may_leave_for_dealt_samples_only(monkeypatch: pytest.Mon
 def test_what_cannot_be_dealt_is_refused() -> None:
     with pytest.raises(UserError, match="cp, which must be above 1"):
         choose_cp_per(LONG, "cp=1", "cp_per=micro_batch")
+
+
+@pytest.mark.parametrize(("recompute", "tries"), [("full", True), ("none", False)])
+def test_host_memory_is_tried_for_dealt_samples_that_run_again(recompute: str, tries: bool) -> None:
+    """Copies would take longer than running layers again, but they may let a smaller cp fit."""
+    pins = ("cp=8", f"recompute={recompute}", "cp_per=micro_batch")
+    dealt, _ = choose_ways(LONG, *pins)
+    work, parsed = build_long_workload(LONG), parse_pins([f"lm.{pin}" for pin in pins], ["lm"])
+    solution = solve_allocation(dealt.problem)
+    assert solution is not None
+    solved = SolvedAllocation(work, dealt.problem, solution, parsed, None)
+    allocate = Allocate(cluster="1x8xH100", global_batch=len(LONG))
+    found = allocate.offer_host_memory(solved, dealt.refined, to_fit=True)
+    assert (found is not None and "activations" in found.offloads) == tries
