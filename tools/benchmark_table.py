@@ -78,10 +78,10 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _command_line() -> str:
-    """The command as a reader would repeat it, without `--json`."""
+    """The command as a reader would repeat it, without options that name files of this machine."""
     words = sys.argv[1:]
-    if "--json" in words:
-        at = words.index("--json")
+    for option in {"--json", "--keep"} & {*words}:
+        at = words.index(option)
         words = words[:at] + words[at + 2 :]
     return " ".join(["python -m", f"tools.{Path(sys.argv[0]).stem}", *words])
 

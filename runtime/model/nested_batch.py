@@ -117,8 +117,8 @@ def find_tensor_lists(batch: Mapping[str, Any]) -> dict[str, Sequence[torch.Tens
 
 
 def list_of_lists(value: Any) -> Sequence[Sequence[torch.Tensor]] | None:
-    """Return a list of lists of tensors, some of which may be empty; None for any other value, or without
-    tensors."""
+    """Return `value` if it is a list of lists of tensors with at least one tensor, else None. Inner lists may
+    be empty."""
     if type(value) not in (list, tuple) or not all(type(inner) in (list, tuple) for inner in value):
         return None
     tensors = [t for inner in value for t in inner]

@@ -27,7 +27,8 @@ from secc.runtime.parameters.zero3 import units_of_parameters
 
 @dataclass(frozen=True)
 class ShardedBucket:
-    """Parameters `params` of `section` whose shards in `flat` are gathered over the process group `group`."""
+    """Parameters of a section that lie in one flat buffer. Each rank of `group` updates its shard of `flat`;
+    an all-gather over the group then sends the shards to all of its ranks."""
 
     section: str
     params: Sequence[nn.Parameter]
@@ -45,11 +46,11 @@ class _BucketGather:
         self.placeholders = [valueless_placeholder(param, param.device) for param in bucket.params]
         self._work: dist.Work | None = None
 
-    def start(self) -> None:
+    def start_gather(self) -> None:
         self._work = self.bucket.flat.gather_values(self.bucket.group)
         self._point_parameters_to(self.placeholders)
 
-    def finish(self, timed: Callable[[str], AbstractContextManager[None]]) -> None:
+    def finish_gather(self, timed: Callable[[str], AbstractContextManager[None]]) -> None:
         """Waits for the values, if the gather has not ended before."""
         if self._work is None:
             return
@@ -109,11 +110,11 @@ class ParameterGathers:
 
         module.forward = forward
 
-    def start(self) -> None:
+    def start_all(self) -> None:
         """Starts all gathers. Collective; call it after the optimizer step."""
-        self.finish()
+        self.finish_all()
         for gather in self._ordered:
-            gather.start()
+            gather.start_gather()
         self._pending = bool(self._ordered)
 
     def before_compute(self, section: str, whole: bool) -> None:
@@ -123,7 +124,7 @@ class ParameterGathers:
             if whole:
                 self._finish(self._inside.get(section, ()))
 
-    def finish(self) -> None:
+    def finish_all(self) -> None:
         """Waits for all gathers: the parameters have the values of the last update. Call it before anything
         but a section's forward reads or changes them."""
         if self._pending:
@@ -132,4 +133,4 @@ class ParameterGathers:
 
     def _finish(self, gathers: Iterable[_BucketGather]) -> None:
         for gather in gathers:
-            gather.finish(self.timed)
+            gather.finish_gather(self.timed)

@@ -18,7 +18,7 @@ from fractions import Fraction
 class TimedReduction:
     """The reduction of the gradients that `sections` hold on `ranks`, in ns: the sum of gradients, and the
     all-gather of parameters after it. `bucket_share`: the part of the gradients that one bucket sums.
-    `open_share`: the part of the gather that ends before the next forward begins to hide it."""
+    `open_share`: the part of the gather that the next forward cannot hide."""
 
     sections: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -29,9 +29,12 @@ class TimedReduction:
 
 
 def exposed_gather_ns(gather_ns: int, open_share: Fraction, forward_ns: int) -> int:
-    """How long a gather of parameters makes the next step's first forward wait, which computes for
-    `forward_ns`. `open_share` of the gather is needed at its start, and the values of the last layer after it
-    has computed the others: at least 1 - `open_share` of it."""
+    """Ns that a gather of parameters delays the next step's first forward, which computes for `forward_ns`.
+
+    The forward needs `open_share` of the gathered values when it starts: those outside of layers and of the
+    first layer. It needs those of the last layer when it has computed all other layers, which takes at least
+    1 - `open_share` of its time.
+    """
     return max(int(open_share * gather_ns), gather_ns - int((1 - open_share) * forward_ns))
 
 

@@ -81,7 +81,9 @@ PRIORITY_RULE_TRIES = (
 # each of its moves estimates all of upstream.
 PIPELINE_ORDER_TRIES = 6
 ALONE_TRIES = 5  # orders with more and more samples alone: none in the first one, all in the last one
-MAX_RANKS_IN_TURNS = 8  # if more kinds of ranks lack room for others beside a sample alone, all take turns
+# Ranks that hold the same sections are of one kind. If more kinds than this have no memory for other samples
+# while they compute a large one, all ranks compute large samples in turns.
+MAX_RANKS_IN_TURNS = 8
 UNREACHABLE_NS = 1 << 62  # as a lower bound: every makespan is good enough
 
 

@@ -326,7 +326,7 @@ class Trainer:
             self.evaluate()
         else:
             yield from self._plan_training()
-            self.gathers.finish()
+            self.gathers.finish_all()
         if self._callbacks.error is not None:
             raise self._callbacks.error
         if self._generator is not None:
@@ -492,7 +492,7 @@ class Trainer:
             if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
                 self.scheduler.step()
             return
-        self.gathers.finish()
+        self.gathers.finish_all()
         if self.options.clip is not None:
             self.reducer.clip_gradients(norm, self.options.clip)
         if self.offload is not None:
@@ -504,7 +504,7 @@ class Trainer:
                 self.offload.wait_until_on_host()
             self.average.update()
         self.reducer.write_weights()
-        self.gathers.start()
+        self.gathers.start_all()
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(loss)
         elif self.scheduler is not None:
@@ -582,7 +582,7 @@ class Trainer:
             self.reports.log_step(result, step, totals.section_seconds, totals.exposed_s)
         self._report_samples()
         if self._callbacks.hears_steps:
-            self.gathers.finish()
+            self.gathers.finish_all()
         self._callbacks.on_step(result)
         if self._evaluator is not None and self._is_evaluation_due():
             self.evaluate()
@@ -614,7 +614,7 @@ class Trainer:
         the results, and saves the checkpoint if it is the best. Collective."""
         if self._evaluator is None:
             raise UserError("this run does not evaluate", remedy="start it with --eval-every N")
-        self.gathers.finish()
+        self.gathers.finish_all()
         weights = self.average.in_use() if self.average is not None else nullcontext()
         with self.context.trace.record_event("EVALUATE", kind="EVALUATE"):
             with weights:
@@ -650,8 +650,8 @@ class Trainer:
             if self.offload is not None:
                 self.offload.write_weights()
             self.reducer.write_weights()
-            self.gathers.start()
-            self.gathers.finish()
+            self.gathers.start_all()
+            self.gathers.finish_all()
 
     def _make_average(self) -> WeightAverage | None:
         """Returns the average of the weights, continued from the resumed checkpoint; None if the run keeps
@@ -687,7 +687,7 @@ class Trainer:
         say. The one before is finished first. Returns False if it could not be written. Collective."""
         folder, keep = (folder, keep) if folder is not None else (self.options.save, self.options.keep)
         assert folder is not None
-        self.gathers.finish()
+        self.gathers.finish_all()
         self._report_save(self._saver.finish_save())
         if self.offload is not None:
             self.offload.wait_until_on_host()

@@ -1,5 +1,5 @@
-"""Documents of sentences: a sample is a list of sentences, of which it may have none, and a batch a list of
-such lists. One module takes all of them at once; forward sums them up document by document."""
+"""Documents of sentences: a sample is a list of sentences, which may be empty, and a batch is a list of these
+lists. One module takes all of these lists at once; a loop runs a recurrent network over each document."""
 
 import torch
 from torch import nn
@@ -43,9 +43,9 @@ class Model(nn.Module):
         self.document, self.head = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 3)
 
     def forward(self, documents, label):
-        told = self.longest(documents)
+        longest = self.longest(documents)
         rows = []
-        for sentences, row in zip(documents, told, strict=True):
+        for sentences, row in zip(documents, longest, strict=True):
             if sentences:
                 ids = nn.utils.rnn.pad_sequence(sentences, batch_first=True)
                 row = row + self.document(self.words(ids)[None])[1][-1, 0]

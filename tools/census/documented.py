@@ -1,4 +1,5 @@
-"""Inputs as a model's documentation describes them, for models whose inputs no rule of names finds.
+"""Draws inputs from the shapes that a model's documentation gives, for inputs that the census does not know
+by name.
 
 Transformers documents every parameter of forward with its type and shape, such as "`torch.LongTensor` of
 shape `(batch_size, sequence_length, hidden_size)`": the first dim is the batch, others are numbers, names of

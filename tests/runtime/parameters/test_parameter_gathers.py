@@ -34,8 +34,8 @@ class _Arrival:
 
 @pytest.fixture
 def tower(monkeypatch: pytest.MonkeyPatch) -> tuple[_Tower, ParameterGathers, list[int]]:
-    """A model whose three parameters are sharded over two replicas, one bucket each; the last list has the
-    sizes of gathers in the order in which they started."""
+    """A model, the gathers of its three parameters (one bucket each, sharded over two replicas), and a list
+    that records the number of each bucket when its gather starts."""
     model, started = _Tower(), list[int]()
     named = dict(model.named_parameters())
     flats = {
@@ -60,7 +60,7 @@ def arrived(model: _Tower) -> set[str]:
 
 def test_each_layer_waits_for_its_own_parameters(tower):
     model, gathers, started = tower
-    gathers.start()
+    gathers.start_all()
     assert started == [0, 2, 1]  # outside of layers first, then as layers run
     assert arrived(model) == set() and model.layers[0].weight.isnan().all()
     gathers.before_compute("lm", whole=False)
@@ -73,13 +73,13 @@ def test_each_layer_waits_for_its_own_parameters(tower):
 
 def test_all_parameters_are_there_after_finish_and_before_a_pass_without_samples(tower):
     model, gathers, _ = tower
-    gathers.start()
+    gathers.start_all()
     gathers.before_compute("another", whole=True)
     assert arrived(model) == set()
     gathers.before_compute("lm", whole=True)
     assert arrived(model) == {HEAD, FIRST, SECOND}
-    gathers.start()
-    gathers.finish()
+    gathers.start_all()
+    gathers.finish_all()
     assert arrived(model) == {HEAD, FIRST, SECOND}
 
 
