@@ -43,9 +43,9 @@ class Model(nn.Module):
         self.document, self.head = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 3)
 
     def forward(self, documents, label):
-        longest = self.longest(documents)
+        told = self.longest(documents)
         rows = []
-        for sentences, row in zip(documents, longest, strict=True):
+        for sentences, row in zip(documents, told, strict=True):
             if sentences:
                 ids = nn.utils.rnn.pad_sequence(sentences, batch_first=True)
                 row = row + self.document(self.words(ids)[None])[1][-1, 0]
