@@ -33,7 +33,7 @@ def name_lines(model: Path, first: str, last: str) -> str:
     [
         ("learned_forces", "positions = positions.req", "pull =", False),
         ("handed_on", "state, scores", "logits =", False),
-        ("documents", "told =", "return F.cross", False),
+        ("sentence_lists", "told =", "return F.cross", False),
         pytest.param("matched_targets", "queries =", "return F.cross", True, marks=pytest.mark.slow),
     ],
 )
@@ -104,7 +104,7 @@ def test_a_loop_that_adds_up_the_loss_names_the_option(tmp_path: Path) -> None:
         "handed_on",
         "crf_tagger",
         "transducer",
-        "documents",
+        "sentence_lists",
     ],
 )
 @pytest.mark.parametrize("pins", [(), ("sharding=zero3", "dp=2")], ids=["chosen", "zero3"])
