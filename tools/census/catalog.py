@@ -19,7 +19,8 @@ from torch.utils.data import Dataset
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tools.census.recipes import RecipeError, find_recipe
+from tools.census.recipes.recipe import RecipeError
+from tools.census.recipes.search import find_recipe
 from tools.census.small_configs import LABELS, Sizes, small_config
 from tools.zoo_models import entries as zoo_entries
 from tools.zoo_models import entry as zoo_entry

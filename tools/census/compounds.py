@@ -24,7 +24,8 @@ from tools.census.catalog import (
     model_rows,
     to_training,
 )
-from tools.census.recipes import FIXED, Recipe, RecipeError, recipes, try_recipe
+from tools.census.recipes.recipe import FIXED, Recipe, RecipeError
+from tools.census.recipes.search import recipes, try_recipe
 from tools.census.small_configs import HIDDEN, VOCABULARY
 from tools.zoo_models.entry import Sample, Samples
 from tools.zoo_models.parts import llama

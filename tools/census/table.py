@@ -35,7 +35,7 @@ python -m tools.census --sample 20                # some rows
 python -m tools.census --write                    # write this page
 ```
 
-Samples follow the names of forward's inputs (`tools/census/recipes.py`), or, where these say nothing, the
+Samples follow the names of forward's inputs (`tools/census/recipes/`), or, where these say nothing, the
 shapes that its documentation gives (`tools/census/documented.py`). Dropout is off, batch norms use their
 running statistics, and what a class without a loss computes is trained by a squared error of its pooled
 hidden states. Where widths of a tower do not fit when all sizes are small, it keeps those of its class
