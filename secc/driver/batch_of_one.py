@@ -55,11 +55,23 @@ def find_fault_of_one(
             )
         return UserError(
             what,
-            str(user.path),
+            find_parameter_place(model, difference.worst) or str(user.path),
             "an operator behind this parameter is wrong for batches of one sample (in torch 2.13 batch norm"
             " in eval mode on CPUs, before a transpose): use another module or another device",
         )
     return None
+
+
+def find_parameter_place(model: nn.Module, name: str) -> str:
+    """Returns the `file:line` of the forward of the innermost module that holds a parameter and is not one of
+    torch's own classes; "" if there is none with source."""
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
+        kind = type(model.get_submodule(path))
+        if not kind.__module__.startswith("torch."):
+            return forward_source_line(kind)
+    return ""
 
 
 def _compare_alone_and_twice(

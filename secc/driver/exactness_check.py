@@ -23,6 +23,7 @@ from secc.driver.global_switches import GlobalSwitch, find_global_switch
 from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
+from secc.frontend.capture.result_sizes import find_size_of_values
 from secc.frontend.dataset.padding_policy import WidthsReason
 from secc.frontend.tp_search.token_mixing import find_token_mixing
 from secc.ir.dialect.ops import ParamOp, PlacedRowsOp
@@ -365,7 +366,12 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
     sizes = (CHECK_MICRO_BATCH, 1) if compiled.plan.draws else (CHECK_MICRO_BATCH,)
     if compiled.plan.checks.get("accepted"):
         sizes = (len(samples),)  # what was accepted is exact where there is one micro-batch
-    comparisons = [rank.compare_step(samples, max_samples, reference) for max_samples in sizes]
+    try:
+        comparisons = [rank.compare_step(samples, max_samples, reference) for max_samples in sizes]
+    except UserError as error:
+        if error.__cause__ is not None:  # a section failed
+            _refuse_sizes_of_values(compiled, samples)
+        raise
     worst = max(comparisons, key=lambda c: (not c.is_exact, max(c.difference.loss, c.difference.gradient)))
     if not worst.is_exact:
         refuse_faults_of_one(compiled, rank, samples, reference)
@@ -381,6 +387,17 @@ def refuse_small_batches(compiled: CompiledPlan, samples: Sequence[Mapping[str, 
         failure = find_eager_failure(compiled.user, compiled.model, [dict(sample)])
         if failure is not None:
             raise failure
+
+
+def _refuse_sizes_of_values(compiled: CompiledPlan, samples: Sequence[Mapping[str, Any]]) -> None:
+    """Raises UserError if a block returns other sizes for these samples, or for one of them, than captures
+    showed."""
+    assert compiled.model is not None
+    capture, symbols = compiled.captured_model.capture, compiled.plan.symbols
+    batches = [samples, *([sample] for sample in samples)]
+    fault = find_size_of_values(compiled.user, compiled.model, capture, symbols, batches)
+    if fault is not None:
+        raise fault
 
 
 def refuse_faults_of_one(

@@ -61,6 +61,7 @@ def test_a_wrong_gradient_of_one_sample_is_blamed_on_its_operator(tmp_path: Path
     with pytest.raises(UserError, match="another gradient than twice in one batch") as error:
         refuse_faults_of_one(compiled, rank, samples, rank.run_reference(samples))
     assert "norm" in error.value.message and "batches of one" in error.value.remedy
+    assert error.value.where == "model.py:11"
 
 
 COUPLED = """

@@ -338,6 +338,8 @@ def _small_value(name: str, old: Any, config: T.PreTrainedConfig, tokens: Tokens
         return old
     if _SILENT.search(name) and isinstance(old, float | bool):
         return type(old)(0)
+    if _SILENT.search(name) and isinstance(old, list | tuple) and all(isinstance(o, float) for o in old):
+        return type(old)(0.0 for _ in old)  # of each stage
     if isinstance(old, bool):
         return False if name == "use_cache" else old
     if _SPECIAL_TOKEN.search(name) and name not in _NUMBERS and isinstance(old, int):
