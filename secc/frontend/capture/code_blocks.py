@@ -31,6 +31,7 @@ _MAX_RANGES = 12  # ranges of statements that are tried for one error; each cost
 _MAX_RETURNING = 6  # and ranges that return the loss
 _MIN_SECONDS = 60.0  # of processor time for all tries, at least
 _MAX_CAPTURES = 2.0  # and as often the time of the capture that failed
+_FIRST_TRY = 5.0  # so many times as long for the first part, most often the right one: a loss with long loops
 
 
 class TryTimeEnded(Exception):
@@ -44,32 +45,34 @@ class PartTries:
     def __init__(self) -> None:
         self._begin = time.process_time()  # of the first capture
         self._seconds = 0.0  # of processor time for all tries
-        self._until = math.inf
+        self._start = 0.0  # of the tries of the present capture
+        self._allowed = math.inf  # seconds from then on
         self._first_error: UserError | None = None  # of the present capture
         self._outcome_at = dict[str, UserError]()  # by place of the first error, what tries ended with
 
     def start(self, error: UserError) -> None:
-        """Start to count, with the first error of a capture. Raises the error that tries after one at the
-        same place ended with."""
+        """Start to count, with the first error of a capture; the next ones end the longer time of the first
+        part. Raises the error that tries after one at the same place ended with."""
         if self._first_error is not None:
+            self._allowed = self._seconds
             return
         if error.where in self._outcome_at:
             known = self._outcome_at[error.where]
             raise known from known.__cause__
         now, self._first_error = time.process_time(), error
         self._seconds = self._seconds or max(_MIN_SECONDS, _MAX_CAPTURES * (now - self._begin))
-        self._until = now + self._seconds
+        self._start, self._allowed = now, _FIRST_TRY * self._seconds
 
     def check(self) -> None:
         """Raise TryTimeEnded after the time limit."""
-        if time.process_time() > self._until:
-            raise TryTimeEnded(f"{self._seconds:.0f} s of processor time")
+        if time.process_time() - self._start > self._allowed:
+            raise TryTimeEnded(f"{self._allowed:.0f} s of processor time")
 
     def end(self, error: UserError) -> None:
         """End the present capture with the error that is reported."""
         if self._first_error is not None:
             self._outcome_at[self._first_error.where] = error
-        self._first_error, self._until = None, math.inf
+        self._first_error, self._allowed = None, math.inf
 
 
 class FunctionChoice:

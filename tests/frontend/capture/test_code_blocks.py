@@ -85,6 +85,18 @@ def test_tries_end_after_the_time_limit_and_say_what_was_left_out(monkeypatch: p
     assert refused.value.where and refused.value.remedy
 
 
+def test_the_first_part_has_more_time_than_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(code_blocks.time, "process_time", lambda: now[0])
+    tries = PartTries()
+    tries.start(UserError("a", "model.py:3"))
+    now[0] = 200.0
+    tries.check()
+    tries.start(UserError("of the first part", "model.py:3"))
+    with pytest.raises(code_blocks.TryTimeEnded, match="60 s"):
+        tries.check()
+
+
 def test_draws_that_no_block_mends_are_reported_without_further_tries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
