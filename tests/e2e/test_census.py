@@ -15,8 +15,10 @@ pytest.importorskip("transformers")
 import torch
 from torch import nn
 from transformers import CLIPVisionConfig, Sapiens2Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tools.census import row_processes
+from tools.census.batches import Batching
 from tools.census.catalog import STAGES, HiddenStates
 from tools.census.documented import documented_inputs
 from tools.census.results import ResultFile
@@ -152,3 +154,23 @@ def test_hidden_states_of_a_norm_are_trained() -> None:
 def test_a_placeholder_of_a_remedy_is_no_option() -> None:
     assert named_option("see --whole-batch BLOCK; or sum it") == ""
     assert named_option("or --whole-batch model.tower, exact") == "--whole-batch model.tower"
+
+
+def test_fewer_ranks_that_a_remedy_names_are_taken() -> None:
+    assert named_option("use at most 1 rank, or a larger global batch") == "--cluster local:1"
+    assert named_option("use at most 2 ranks, or a larger global batch") == "--cluster local:2"
+    assert named_option("use at most RANKS ranks") == ""
+
+
+def test_parts_keep_their_own_number_of_key_value_heads() -> None:
+    """PI0's experts have one, a Gemma has as many as heads by default."""
+    assert small_config(CONFIG_MAPPING["pi0"]).dit_config.num_key_value_heads == 1  # type: ignore[attr-defined]
+
+
+def test_sizes_of_dropout_in_lists_are_silent() -> None:
+    assert set(small_config(CONFIG_MAPPING["cvt"]).drop_path_rate) == {0.0}  # type: ignore[attr-defined]
+
+
+def test_keys_are_lined_up_along_their_last_dim() -> None:
+    rows = [{"x": torch.ones(3, 2, 4 * n)} for n in (1, 2)]
+    assert Batching(lined_up=frozenset({"x"})).collate(rows)["x"].shape == (3, 2, 12)

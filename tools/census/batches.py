@@ -24,11 +24,13 @@ LENGTHS = (5, 18)  # of a text
 @dataclass(frozen=True)
 class Batching:
     """How samples become a batch: 1-D keys in `padded` (with their value) are padded on the right, keys in
-    `joined` are concatenated along dim 0, keys in `listed` stay lists, all others are stacked. `masks` gives
-    the padding mask of a padded key. Keys that a sample lacks are optional."""
+    `joined` are concatenated along dim 0, in `lined_up` along the last dim, keys in `listed` stay lists, all
+    others are stacked. `masks` gives the padding mask of a padded key. Keys that a sample lacks are
+    optional."""
 
     padded: Mapping[str, float] = field(default_factory=dict)
     joined: frozenset[str] = frozenset()
+    lined_up: frozenset[str] = frozenset()
     listed: frozenset[str] = frozenset()
     masks: Mapping[str, str] = field(default_factory=dict)
 
@@ -41,6 +43,8 @@ class Batching:
                 batch[key] = pad_sequence(values, batch_first=True, padding_value=self.padded[key])
             elif key in self.joined:
                 batch[key] = _concatenate(values)
+            elif key in self.lined_up:
+                batch[key] = torch.cat(values, -1)
             elif key in self.listed:
                 batch[key] = values
             else:

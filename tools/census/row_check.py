@@ -133,7 +133,7 @@ def named_option(remedy: str) -> str:
     """The option of an exact plan that a remedy names, "" if there is none."""
     if found := re.search(r"--whole-batch (?![A-Z]+\b)[\w.]+|--global-sums", remedy):
         return found[0]
-    fewer = re.search(r"use at most (\d+) ranks", remedy)
+    fewer = re.search(r"use at most (\d+) ranks?\b", remedy)
     return f"--cluster local:{fewer[1]}" if fewer else ""
 
 
@@ -169,6 +169,8 @@ def _why_no_model(error: Exception) -> Outcome:
         cause = cause.__cause__  # type: ignore[assignment]
     none = isinstance(cause, ImportError | NotImplementedError) or re.search(
         r"no loss that trains|does not support training|not implemented|module transformers has no attribute"
+        r"|Training with .* is not supported"
+        r"|'_OpNamespace' '\w+' object has no attribute"  # an extension without its compiled part
         r"|ForCausalLMLoss\(\) missing",  # a loss that transformers has not
         str(error),
     )

@@ -100,6 +100,17 @@ _LAYER_CHOICES = (
 _RESNET = T.ResNetConfig(embedding_size=16, hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1])
 _RESNET.out_features = ["stage2", "stage3", "stage4"]  # type: ignore[attr-defined]
 
+
+def _timm(architecture: str, hidden_size: int = 0, **model_args: Any) -> T.TimmWrapperConfig:
+    """A small tower of timm in place of a large one."""
+    config = T.TimmWrapperConfig(architecture=architecture, model_args=model_args)
+    if hidden_size:
+        setattr(config, "hidden_size", hidden_size)  # noqa: B010
+    return config
+
+
+_FEATURE_SIZES = [[IMAGE // stride] * 2 for stride in (4, 8, 16)]
+
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     **{
         t: {"backbone_config": _RESNET, "use_timm_backbone": False, "use_pretrained_backbone": False}
@@ -215,7 +226,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]},
         "moe_intermediate_size": [HIDDEN, HIDDEN],
     },
-    "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]], "downsample_rate": "2/4"},
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0], [1, 1]],
+        "downsample_rate": "2/4",
+        "image_grid_pinpoints": [[IMAGE, IMAGE]],
+        "vision_config": {"hidden_size": 64},
+    },
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "nemotron_h_omni": {
         "vision_config": {"video_temporal_patch_size": 2},
@@ -256,8 +272,38 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "audio_pad_token_id": 5 * VOCABULARY,
     },
     "uvdoc": {"backbone_config": {"out_features": [f"stage{i}" for i in range(1, 7)]}},
-    "clap_audio_model": {"spec_size": 64, "window_size": 4},
-    **{t: {"hidden_size": 2 * HIDDEN} for t in ("neucodec", "xcodec2")},
+    "clap_audio_model": {
+        "spec_size": 64,
+        "window_size": 2,
+        "num_mel_bins": 2 * MELS,
+        "hidden_size": 8 * HIDDEN,
+    },
+    **{t: {"hidden_size": 2 * HIDDEN, "quantization_dim": 3 * HIDDEN} for t in ("neucodec", "xcodec2")},
+    "xcodec": {  # frames as long as HuBERT's
+        "acoustic_model_config": {"downsampling_ratios": [8, 5, 4, 2]},
+        "codebook_dim": None,
+    },
+    "edgetam_vision_model": {
+        "backbone_config": _timm("test_convnext", features_only=True, out_indices=[0, 1, 2, 3]),
+        "backbone_channel_list": [64, 48, 32, 24],
+        "backbone_feature_sizes": _FEATURE_SIZES,
+    },
+    "edgetam": {"prompt_encoder_config": {"patch_size": 16}},
+    "sam2": {
+        "vision_config": {"backbone_feature_sizes": _FEATURE_SIZES},
+        "prompt_encoder_config": {"patch_size": 16},
+    },
+    "sam_hq_vision_model": {"num_pos_feats": HIDDEN // 2},
+    "omdet-turbo": {
+        "apply_layernorm_after_vision_backbone": False,
+        "backbone_config": _RESNET,
+        "encoder_in_channels": [16, 32, 32],
+    },
+    "gemma3n_vision": {"architecture": "test_convnext", "hidden_size": 64},
+    "gemma3n": {"vision_soft_tokens_per_image": 1},
+    "fast_vlm": {"vision_config": _timm("test_convnext", 64, in_chans=3)},
+    "perception_lm": {"vision_config": _timm("test_vit", embed_dim=64, img_size=IMAGE)},
+    "data2vec-vision": {"num_hidden_layers": 4, "out_indices": [0, 1, 2, 3]},
     "sam3_tracker": {
         "vision_config": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
     },
@@ -317,7 +363,7 @@ def _small_values(
             old = kind()  # an optional part
             values[name] = old
         new = _small_value(name, old, config, tokens, sizes)
-        if new is not old:
+        if new is not old or name == "num_key_value_heads":  # a part may have another than its class
             values[name] = new
     per_layer = _fit_layer_types(config, values)
     _fit_layer_choices(config, values, stages)

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from tools.census.batches import Batching, noise, words
+from tools.census.recipes.images import image_shape
 from tools.census.recipes.recipe import FIXED, Recipe, config_value, drawn
 from tools.census.small_configs import MELS
 from tools.zoo_models.entry import Sample
 from tools.zoo_models.samples import integer
+
+FRAMES = 4  # of a clip with a sound
 
 
 def waves(names: set[str], config: Any) -> Iterator[Recipe]:
@@ -69,7 +72,7 @@ def features_mask(names: set[str]) -> str:
 
 
 def rare_sounds(names: set[str], config: Any) -> Iterator[Recipe]:
-    """Waves beside spectrograms, longer waves, and spectrograms with several frames in one."""
+    """Waves with spectrograms or clips, longer waves, and spectrograms with several frames in one."""
     if {"input_values", "input_features"} <= names:
         bins = int(config_value(config, "feature_projection_input_dim", default=MELS))
 
@@ -77,6 +80,14 @@ def rare_sounds(names: set[str], config: Any) -> Iterator[Recipe]:
             return {"input_values": noise(g, 1, 3200), "input_features": noise(g, 10, bins)}
 
         yield Recipe("sounds and spectrograms", both, Batching())
+    elif {"input_values", "pixel_values_videos"} <= names:
+        channels, height, width = image_shape(config)
+
+        def heard_and_seen(g: torch.Generator) -> Sample:
+            clip = noise(g, FRAMES, channels, height, width)
+            return {"input_values": noise(g, 1, 3840), "pixel_values_videos": clip}
+
+        yield Recipe("sounds and clips", heard_and_seen, Batching())
     elif "input_values" in names:
         yield Recipe("longer sounds with a channel", drawn("input_values", 1, 3840), Batching())
     if "input_features" in names:

@@ -46,6 +46,9 @@ def rare_images(names: set[str], config: Any) -> Iterator[Recipe]:
     if places is not None:
         draw = placed_patches(config, places)
         yield Recipe("images as padded patches", draw, Batching(joined=frozenset({"pixel_values", places})))
+    elif {"pixel_values", "target_sizes"} <= names:
+        packed = Batching(joined=frozenset({"target_sizes"}), lined_up=frozenset({"pixel_values"}))
+        yield Recipe("rows of patches", _rows_of_patches(config), packed)
     elif "pixel_values" in names:
         for side in dict.fromkeys((size, 64)):
             yield Recipe("pairs of images", drawn("pixel_values", 2, channels, side, side), Batching())
@@ -77,6 +80,18 @@ def _patches_with_grids(names: set[str], config: Any) -> Iterator[Recipe]:
     yield Recipe("square image patches", square_patches, Batching(joined=frozenset({key, grid})))
     blocks = image_blocks(config, key, grid)
     yield Recipe("image blocks", blocks, Batching(joined=frozenset({key, grid})))
+
+
+def _rows_of_patches(config: Any) -> Draw:
+    """Images of various sizes as a row of patches each; the rows of a batch stand one behind the other."""
+    channels, patch = image_shape(config)[0], int(config_value(config, "patch_size", default=PATCH))
+
+    def row(g: torch.Generator) -> Sample:
+        h, w = 4 * integer(g, 1, 3), 4 * integer(g, 1, 3)
+        size = torch.tensor([[h, w]], dtype=torch.int32)
+        return {"pixel_values": noise(g, channels, patch, h * w * patch), "target_sizes": size}
+
+    return row
 
 
 def image_blocks(config: Any, key: str, grid: str) -> Draw:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tools.census.batches import WORDS, Batching, boxes, words
+from tools.census.batches import WORDS, boxes, words
 from tools.census.recipes.recipe import Recipe, config_value
 from tools.census.small_configs import LABELS
 from tools.zoo_models.entry import Sample
@@ -39,11 +40,10 @@ def with_labels(base: Recipe, label: Label, config: Any) -> Recipe:
     return Recipe(
         base.name,
         draw,
-        Batching(
-            {**padded, "labels": IGNORED} if ragged else padded | _transducer_padding(label, config),
-            batching.joined,
-            batching.listed | ({"labels", "mask_labels", "class_labels"} if label in _LISTED else set()),
-            batching.masks,
+        replace(
+            batching,
+            padded={**padded, "labels": IGNORED} if ragged else padded | _transducer_padding(label, config),
+            listed=batching.listed | (_LISTED_KEYS if label in _LISTED else frozenset()),
         ),
     )
 
@@ -108,12 +108,14 @@ def _objects(g: torch.Generator, sample: Sample, config: Any) -> Sample:
 
 
 def _segments(g: torch.Generator, sample: Sample, config: Any) -> Sample:
-    count, size = integer(g, 1, 3), sample["pixel_values"].shape[-2:]
+    seen = sample.get("pixel_values", sample.get("pixel_values_videos"))
+    assert isinstance(seen, torch.Tensor)
+    count, size = integer(g, 1, 3), seen.shape[-2:]
     masks = (torch.rand(count, *size, generator=g) < 0.5).float()
     return {"mask_labels": masks, "class_labels": torch.randint(0, LABELS, (count,), generator=g)}
 
 
-_LISTED = (_objects, _segments)
+_LISTED, _LISTED_KEYS = (_objects, _segments), frozenset({"labels", "mask_labels", "class_labels"})
 _LABELS: dict[str, Label] = {
     "classes": _label,
     "tokens": _token_labels,

@@ -23,6 +23,8 @@ def rare_language(names: set[str], config: Any, model: nn.Module) -> Iterator[Re
         yield _attended_images(config)
     if "input_ids" in names and (books := int(config_value(config, "num_codebooks", default=0))):
         yield _text_and_codes(books)
+    if "decoder_input_ids" in names and "delay_pattern" in vars(config):
+        yield _spoken_codes(len(config.delay_pattern))
     if {"state", "actions"} <= names:
         yield from _robot_steps(config, model)
     if "encoder_inputs_embeds" in names and "input_features" in names:
@@ -51,6 +53,18 @@ def _text_and_codes(books: int) -> Recipe:
         return {"input_ids": ids, "labels": ids[:, 0].clone()}
 
     return Recipe("a text and codes of each step", codes, Batching())
+
+
+def _spoken_codes(channels: int) -> Recipe:
+    """A text, and codes of several channels at each step, the labels of a channel one step behind."""
+
+    def spoken(g: torch.Generator) -> Sample:
+        codes = torch.stack([words(g, FIXED) for _ in range(channels)], 1)
+        first = torch.full((1, channels), 1)
+        sample: Sample = {"input_ids": words(g, FIXED), "decoder_input_ids": torch.cat([first, codes[:-1]])}
+        return sample | {"labels": codes.T.contiguous()}
+
+    return Recipe("a text and spoken codes", spoken, Batching(joined=frozenset({"labels"})))
 
 
 def _words_of_frames(config: Any, model: nn.Module) -> Iterator[Recipe]:

@@ -81,6 +81,7 @@ def recipes(task: str, model: nn.Module) -> Iterator[Recipe]:
     elif task == "speech":
         yield from _transcribed(names, bare.config)
         yield from language("multimodal", names, bare.config, model)
+        yield from rare_language(names, bare.config, model)
     elif label is not None:
         yield from _labelled(label, names, bare.config, model, choices=2 if task == "choice" else 0)
     else:
