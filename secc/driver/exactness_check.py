@@ -20,6 +20,7 @@ from secc.driver.batch_of_one import find_fault_of_one
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
 from secc.driver.global_switches import GlobalSwitch, find_global_switch
+from secc.driver.kept_state import refuse_kept_state
 from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
@@ -85,6 +86,9 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
             compiled, {"reason": "not compared with the eager model, which is too large to be built here"}
         )
     _check_drawn_rows(compiled)
+    for pattern in compiled.survey.micro_batch_patterns():
+        samples = compiled.survey.compose_batches(pattern)[-1]
+        refuse_kept_state(compiled.plan, compiled.user, compiled.model, samples)
     try:
         patterns = compare_patterns(compiled, compiled.model)
         for pattern in patterns:

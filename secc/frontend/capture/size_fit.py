@@ -141,13 +141,16 @@ class SizeFitter:
         for expr in _fit_combinations(values, ((m, one) for m in every)):
             self._doubt_at(self._find_negative_width(expr, values))
             yield expr
-        yield from _fit_combinations(values, itertools.combinations(every, 2))
+        for expr in _fit_combinations(values, itertools.combinations(every, 2)):
+            self._doubt_if_divided(expr)
+            yield expr
         yield from self._fit_wider_width(values, [one, *small])
         for expr in itertools.chain(
             _fit_combinations(values, ((*pair, one) for pair in itertools.combinations(small, 2))),
             _fit_combinations(values, itertools.combinations(small, 3)),
         ):
             self._doubt_at(self._find_far_width(expr))
+            self._doubt_if_divided(expr)
             yield expr
         strides = find_strides(self.size_rows, values, self.moving_symbols, self._padded_symbols)
         yield from self._take_stride([s for s in strides if s.name in self._padded_symbols])
@@ -219,6 +222,16 @@ class SizeFitter:
         if not names or len(self.size_rows) >= _TERMS_IN_DOUBT + 2:
             return None
         return names[0], 2 * max(row[names[0]] for row in self.size_rows)
+
+    def _doubt_if_divided(self, expr: Expr) -> None:
+        """Doubts a sum over several symbols with a fraction of one: half of a difference fits what a stride
+        makes of one length if another length happened to be even with it in all observations."""
+        if len(symbol_names(expr)) > 1 and any(
+            term.as_coeff_Mul()[0].q > 1 for term in sympy.Add.make_args(sympy.expand(expr))
+        ):
+            self.used_division = True
+            widths = sorted(symbol_names(expr) & self._padded_symbols)
+            self._doubt_at((widths[0], 2 * max(row[widths[0]] for row in self.size_rows)) if widths else None)
 
     def _fit_wider_width(self, values: ValueColumn, others: Sequence[BasisTerm]) -> Iterator[Expr]:
         """Yields expressions in the wider of two widths that were met in both orders, as where one is

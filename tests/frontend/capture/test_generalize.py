@@ -95,6 +95,18 @@ def test_a_sum_of_three_terms_asks_for_a_longer_width() -> None:
     assert fitter.doubts == [("S", 18)]
 
 
+def test_half_a_difference_of_two_lengths_is_doubted() -> None:
+    """`(F + 1)//2` of a strided convolution is `(F - S)/2 + 3` where captions happen to be as odd as sounds."""
+    rows = [{"S": s, "F": f} for s, f in ((5, 15), (5, 17), (6, 18), (6, 20), (5, 19))]
+    fitter = SizeFitter(rows, free={"S", "F"})
+    assert fitter.fit_integer([(row["F"] + 1) // 2 for row in rows]) is not None
+    if fitter.doubts:
+        name, size = fitter.doubts[0]
+        rows += [{**rows[0], name: size}]
+    found = SizeFitter(rows, free={"S", "F"}).fit_integer([(row["F"] + 1) // 2 for row in rows])
+    assert found is not None and evaluate_size(found, {"S": 40, "F": 101}) == 51
+
+
 def test_random_numbers_stay_unexplained() -> None:
     assert SizeFitter(ROWS).fit_integer([914, 13, 577, 2, 86]) is None
     assert SizeFitter(ROWS).fit_real([0.5, 0.1, 0.77, 0.3, 0.9]) is None

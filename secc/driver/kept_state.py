@@ -1,0 +1,253 @@
+"""Finds what forward keeps from one call to the next: a counter that warms a weight up, an average of what
+came before, a queue.
+
+Plain PyTorch calls forward once in a step; a plan calls parts of it once for each micro-batch, on several
+ranks, and records statements between modules once. So a loss that depends on earlier calls is not the plan's,
+and may be so only after some steps, or only beyond a step that no comparison reaches. Forward is called again
+with the same batch and weights; and what such calls change is set to other values, to see whether it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from secc.errors import UserError
+from secc.runtime.model.nested_batch import unflatten_batch
+from secc.runtime.model.source_lines import current_source_line, forward_source_line
+from secc.runtime.model.user_file import UserModel, extract_loss
+from secc.runtime.plan.schema import Plan
+from secc.runtime.randomness.micro_batch_draws import forward_context
+from secc.runtime.recorder.setting_tracker import watch_attributes
+from secc.runtime.training.eager_reference import LOSS_TOLERANCE, PlanRandomness
+
+_LIBRARIES = ("torch", "transformers", "diffusers", "timm", "peft", "accelerate")
+_NUMBERS = (bool, int, float)
+_MAX_ENTRIES = 64  # of a dict or a list that may be state; longer ones are tables
+_MAX_DEPTH = 3
+_FAR = 1000  # added to what may be counted, so that thresholds of some hundred steps show
+
+
+@dataclass(frozen=True)
+class KeptValue:
+    """A number or a tensor that outlives a call: where it is kept, as messages say it, the path of the module
+    that has it (None for a global or an attribute of a class), how it is read and replaced."""
+
+    name: str
+    owner: str | None
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """What a loss depends on that an earlier call has left: names, empty if they are not known, the paths of
+    the modules that keep it, and a line that changes it."""
+
+    names: tuple[str, ...]
+    owners: tuple[str, ...]
+    where: str
+
+
+def refuse_kept_state(
+    plan: Plan, user: UserModel, model: nn.Module, samples: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises UserError if the loss of these samples depends on earlier calls of forward. Blocks that take all
+    samples of a step at once may keep what they like."""
+    found = find_kept_state(plan, user, model, samples)
+    if found is None:
+        return
+    what = "keeps " + " and ".join(found.names) if found.names else "keeps something"
+    every = [block for section in plan.sections for block in section.blocks]
+    blocks = sorted({block for owner in found.owners for block in every if _is_inside(owner, block)})
+    remedy = (
+        "let the loss of a call follow from its batch and the weights: a factor that changes with the steps"
+        " can come with each sample (dataset() knows its number), or be left to scheduler()"
+    )
+    if blocks and len(blocks) == len(set(found.owners)):
+        remedy += "; or " + " ".join(f"--whole-batch {b}" for b in blocks) + ", called once in a step"
+    raise UserError(
+        f"forward {what} from one call to the next, and the loss depends on it; plain PyTorch calls it once"
+        " in a step, a plan once for each micro-batch, on several ranks",
+        found.where or user.forward_source_line or str(user.path),
+        remedy,
+    )
+
+
+def find_kept_state(
+    plan: Plan, user: UserModel, model: nn.Module, samples: Sequence[Mapping[str, Any]]
+) -> KeptState | None:
+    """Returns what the loss of `samples` depends on that earlier calls have left, outside of blocks that take
+    all samples of a step at once; None if it depends on nothing such, or if forward fails. Values are given
+    back."""
+    undivided = [block for section in plan.sections if section.whole_batch for block in section.blocks]
+    randomness = PlanRandomness(model, plan.draws, plan.symbols)
+    lines = dict[tuple[int, str], str]()
+
+    def note_line(module: nn.Module, name: str, _value: Any) -> None:
+        lines[id(module), name] = current_source_line()
+
+    initial = [(v, _copy(v.read())) for v in _iter_values(model, user)]
+    kept_once = [
+        (v, content)
+        for v, content in initial
+        if v.owner is not None and any(_is_inside(v.owner, block) for block in undivided)
+    ]
+
+    def compute_loss(some: Sequence[Mapping[str, Any]]) -> float:
+        _restore(kept_once)
+        with forward_context(randomness.draws_for(user, some)), watch_attributes(note_line):
+            loss = extract_loss(model(**unflatten_batch(user.collate(list(some)))))
+        return float(loss.detach().double())
+
+    try:
+        with suppress(Exception):  # fewer samples may lack what forward takes for granted
+            compute_loss(samples[: (len(samples) + 1) // 2])
+        losses = [compute_loss(samples)]
+        before = {v.name: _copy(v.read()) for v in _iter_values(model, user)}
+        for value, _ in kept_once:
+            before.pop(value.name, None)
+        losses.append(compute_loss(samples))
+        values = {v.name: v for v in _iter_values(model, user)}
+        changed = [v for n, v in values.items() if n in before and not _are_equal(v.read(), before[n])]
+        if _differ(*losses):
+            return _describe(model, changed, lines)
+        read = [v for v in changed if _is_read(v, lambda: compute_loss(samples), losses[0])]
+        return _describe(model, read, lines) if read else None
+    except Exception:  # whatever the user's code raises; comparisons with the plan say it
+        return None
+    finally:
+        _restore(initial)
+
+
+def _is_inside(path: str, block: str) -> bool:
+    """Whether the module at `path` is that of a block or one in it."""
+    return path == block or path.startswith(f"{block}.")
+
+
+def _restore(values: Sequence[tuple[KeptValue, Any]]) -> None:
+    for value, content in values:
+        if not _are_equal(value.read(), content):
+            value.write(_copy(content))
+
+
+def _describe(model: nn.Module, kept: Sequence[KeptValue], lines: Mapping[tuple[int, str], str]) -> KeptState:
+    """Returns the state that these values are, with the line that sets the first one, else that of the
+    forward of its module."""
+    owners = tuple(v.owner for v in kept if v.owner is not None)
+    where = ""
+    for value in kept:
+        if value.owner is None or where:
+            continue
+        owner = model.get_submodule(value.owner)
+        attribute = value.name.removeprefix("self.").removeprefix(f"{value.owner}.")
+        where = lines.get((id(owner), attribute), "") or forward_source_line(type(owner))
+    return KeptState(tuple(v.name for v in kept[:3]), owners, where)
+
+
+def _is_read(value: KeptValue, compute_loss: Callable[[], float], loss: float) -> bool:
+    """Whether the loss is another one, or fails, where this value is another one."""
+    content = _copy(value.read())
+    try:
+        for other in _other_values(content):
+            value.write(other)
+            if _differ(compute_loss(), loss):
+                return True
+    except Exception:  # as an index beyond a table
+        return True
+    finally:
+        value.write(content)
+    return False
+
+
+def _other_values(content: Any) -> Iterator[Any]:
+    if isinstance(content, torch.Tensor):
+        if content.dtype is torch.bool:
+            yield ~content
+        else:
+            yield from (torch.zeros_like(content), content + 1, content + _FAR)
+    elif isinstance(content, bool):
+        yield not content
+    elif isinstance(content, _NUMBERS):
+        yield from (type(content)(0), content + 1, content + _FAR)
+
+
+def _differ(a: float, b: float) -> bool:
+    return not abs(a - b) <= LOSS_TOLERANCE * max(abs(a), abs(b))
+
+
+def _iter_values(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
+    """Yields buffers, plain attributes and tensors of modules, and plain attributes of classes and globals of
+    the user's files."""
+    files = {id(vars(user.module)): vars(user.module)}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else "self."
+        for name, buffer in module.named_buffers(recurse=False):
+            read = partial(getattr, module, name)
+            yield KeptValue(prefix + name, path, read, _buffer_writer(buffer))
+        own = {n: v for n, v in vars(module).items() if n not in vars(_PLAIN_MODULE)}
+        for name in own:
+            yield from _iter_entries(prefix + name, path, vars(module), name, _MAX_DEPTH)
+        for cls in (c for c in type(module).__mro__ if not c.__module__.startswith(_LIBRARIES)):
+            for code in (c for c in vars(cls).values() if isinstance(c, FunctionType)):
+                files.setdefault(id(code.__globals__), code.__globals__)
+            for name, content in vars(cls).items():
+                if isinstance(content, _NUMBERS) and not name.startswith("__"):
+                    read, write = partial(getattr, cls, name), partial(setattr, cls, name)
+                    yield KeptValue(f"{cls.__qualname__}.{name}", None, read, write)
+    for file in files.values():
+        for name in [n for n in file if not n.startswith("__")]:
+            yield from _iter_entries(f"the global {name}", None, file, name, _MAX_DEPTH)
+
+
+_PLAIN_MODULE = nn.Module()  # its attributes are torch's own
+
+
+def _iter_entries(
+    name: str, owner: str | None, container: MutableMapping[Any, Any] | list[Any], key: Any, depth: int
+) -> Iterator[KeptValue]:
+    """Yields an entry of a dict or a list if it is a number or a tensor, else the numbers in it."""
+    content = container[key]
+    if isinstance(content, (*_NUMBERS, torch.Tensor)) and not isinstance(content, nn.Parameter):
+        yield KeptValue(name, owner, partial(_read, container, key), partial(container.__setitem__, key))
+    elif isinstance(content, dict) and len(content) <= _MAX_ENTRIES and depth:
+        for inner in list(content):
+            yield from _iter_entries(f"{name}[{inner!r}]", owner, content, inner, depth - 1)
+    elif isinstance(content, list) and len(content) <= _MAX_ENTRIES and depth:
+        for index in range(len(content)):
+            yield from _iter_entries(f"{name}[{index}]", owner, content, index, depth - 1)
+
+
+def _read(container: Any, key: Any) -> Any:
+    """Returns an entry of a dict or a list; None if it is there no more."""
+    try:
+        return container[key]
+    except LookupError:
+        return None
+
+
+def _buffer_writer(buffer: torch.Tensor) -> Callable[[Any], None]:
+    def write(value: torch.Tensor) -> None:
+        with torch.no_grad():
+            buffer.copy_(value)
+
+    return write
+
+
+def _copy(content: Any) -> Any:
+    return content.detach().clone() if isinstance(content, torch.Tensor) else content
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """Whether two values are the same; not-a-number is itself."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        same = a.shape == b.shape and a.dtype == b.dtype
+        return same and bool(((a == b) | ((a != a) & (b != b))).all())
+    return type(a) is type(b) and bool(a == b or a != a)

@@ -1,0 +1,108 @@
+"""A loss that depends on earlier calls of forward is refused, wherever forward keeps what it counts; what is
+kept and never read does not matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
+from secc.driver.kept_state import find_kept_state
+from secc.errors import UserError
+
+MODEL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+STATE = {{"step": 0}}
+
+
+class Warm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls, self.last = nn.Linear(8, 8), 0, None
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        factor = 1.0
+        {inside}
+        return x + factor * self.linear(x)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.warm, self.head = nn.Embedding(20, 8), Warm(), nn.Linear(8, 20)
+        self.step = 0
+
+    def forward(self, tokens):
+        x = self.warm(self.embed(tokens))
+        weight = 1.0
+        {outside}
+        logits = self.head(x[:, :-1]).flatten(0, 1)
+        return weight * F.cross_entropy(logits, tokens[:, 1:].flatten())
+
+
+def model():
+    return Net()
+
+
+def dataset():
+    g = torch.Generator().manual_seed(0)
+    return [{{"tokens": torch.randint(0, 20, (5 + i % 4,), generator=g)}} for i in range(24)]
+
+
+def collate(samples):
+    return {{"tokens": nn.utils.rnn.pad_sequence([s["tokens"] for s in samples], batch_first=True)}}
+"""
+INSIDE = {
+    "warm.calls": "self.calls += 1; factor = min(1.0, self.calls / 3)",
+    "warm.count": "self.count += 1; factor = (self.count / 600).clamp(max=1)",
+    "warm.last": "factor = 1 if self.last is None else self.last.tanh(); self.last = x.detach().mean() + 1",
+}
+
+
+def make_plan(folder: Path, inside: str = "", outside: str = "", **options: object) -> CompiledPlan:
+    text = MODEL.format(inside=inside or "pass", outside=outside or "pass")
+    (folder / "net.py").write_text(text)
+    return compile_model(folder / "net.py", CompileOptions(cluster="local:2", global_batch=8, **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted(INSIDE))
+def test_what_a_block_keeps_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"forward keeps {name} from one call to the next") as refused:
+        check_exactness(make_plan(tmp_path, inside=INSIDE[name]), required=True)
+    assert refused.value.where.startswith("net.py:") and "--whole-batch warm" in refused.value.remedy
+
+
+def test_a_global_that_counts_calls_is_refused(tmp_path: Path) -> None:
+    line = 'STATE["step"] += 1; weight = 1 / STATE["step"]'
+    with pytest.raises(UserError, match="keeps the global STATE\\['step'\\] from one call to the next"):
+        check_exactness(make_plan(tmp_path, outside=line), required=True)
+
+
+def test_a_step_counter_between_modules_is_refused(tmp_path: Path) -> None:
+    line = "self.step += 1; weight = min(1.0, self.step / 10_000)"
+    with pytest.raises(UserError, match=r"keeps self\.step from one call to the next"):
+        check_exactness(make_plan(tmp_path, outside=line), required=True)
+
+
+def test_what_is_kept_and_not_read_is_accepted_and_given_back(tmp_path: Path) -> None:
+    made = make_plan(tmp_path, inside="self.calls += 1; self.count += 1; self.last = x.detach()")
+    assert made.model is not None
+    warm = made.model.get_submodule("warm")
+    before = warm.calls, float(torch.as_tensor(warm.count))
+    samples = made.survey.compose_batches(frozenset())[-1]
+    assert find_kept_state(made.plan, made.user, made.model, samples) is None
+    assert (warm.calls, float(torch.as_tensor(warm.count))) == before
+    check_exactness(made, required=True)
+
+
+def test_a_block_that_takes_the_whole_batch_may_count_its_calls(tmp_path: Path) -> None:
+    made = make_plan(tmp_path, inside=INSIDE["warm.calls"], whole_batch=("warm",))
+    assert check_exactness(made, required=True).plan.checks["patterns"]
