@@ -8,7 +8,7 @@ from xdsl.ir import Operation, SSAValue
 
 from secc.errors import UserError
 from secc.ir.analysis import recorded_glue
-from secc.ir.dialect.ops import CallOp, CaseOp, Computation, ConstOp, GlueOp, GraphOp, ReturnOp
+from secc.ir.dialect.ops import CallOp, CaseOp, Computation, ConstOp, GlueOp, GraphOp, InputOp, ReturnOp
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss import arithmetic, linear_ops, reductions
 from secc.passes.loss.batch_statistics import STATISTIC_TARGET
@@ -27,6 +27,7 @@ from secc.passes.loss.sample_mixing import (
     find_mixing,
     find_mixing_by_numbers,
     find_pairing,
+    is_summed_input,
     states_of_call,
     states_of_other,
 )
@@ -130,6 +131,8 @@ def _walk_ops(context: LossContext, needed: set[Operation]) -> None:
             and is_scalar(op.result)
         ):
             context.states[op.result] = LocalState((SumPart(Coefficient(number=number)),))
+        elif isinstance(op, InputOp) and is_summed_input(op.result):
+            context.states[op.result] = SumState((SumPart(UNIT_COEFFICIENT, op.result, True),))
 
 
 def is_scalar(value: SSAValue) -> bool:

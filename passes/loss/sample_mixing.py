@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from xdsl.ir import Operation, SSAValue
 
 from secc.ir.analysis.dataflow import get_strings, is_random_op
-from secc.ir.dialect.ops import CallOp, Computation, GlueOp
-from secc.ir.dialect.readable_names import BATCH_INDEPENDENT_ATTRIBUTE, SAMPLE_PLACES_ATTRIBUTE
+from secc.ir.dialect.ops import CallOp, Computation, GlueOp, InputOp
+from secc.ir.dialect.readable_names import (
+    BATCH_INDEPENDENT_ATTRIBUTE,
+    SAMPLE_PLACES_ATTRIBUTE,
+    SUMMED_ATTRIBUTE,
+)
 from secc.ir.dialect.size_expr import Expr, evaluate_size, size_symbol
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss.approximations import take_function_of_sums
@@ -163,6 +167,11 @@ def _attends_over_samples(op: Computation) -> bool:
     return any(len(shape) > 1 and shape[-2] == size_symbol("B") for shape in shapes)
 
 
+def is_summed_input(value: SSAValue) -> bool:
+    """Whether a value is a number of the batch that adds up over its samples, as collate made it."""
+    return isinstance(value.owner, InputOp) and SUMMED_ATTRIBUTE in value.owner.attributes
+
+
 def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
     """A block's call is exact on rows; an output without samples, computed from samples, is a reduction
     inside the block that nothing is known about."""
@@ -175,7 +184,8 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
         why = f"couples the samples of a batch: {place}"
         return [ctx.refuse_op(op, why, remedy + offer)] * len(op.results)
     for value in op.operands:
-        if not ctx.is_plain(value):
+        # Code passes such a number on with other keywords, and nothing in the block reads it: numbers show.
+        if not ctx.is_plain(value) and not is_summed_input(value):
             return [ctx.refuse_op(op, "takes a value that depends on all samples")] * len(op.results)
     if (misplaced := _find_misplaced_samples(ctx, op)) is not None:
         return [misplaced] * len(op.results)

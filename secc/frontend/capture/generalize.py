@@ -500,7 +500,8 @@ class _CaptureMerger:
         if expr is None:
             message = (
                 f"a number in {node.target} differs between batches, "
-                "and no expression over their sizes explains it"
+                "and no expression over their sizes explains it; what collate() counts over its samples"
+                " (num_items_in_batch) may be a tensor without dims, which then is a sum over the batch"
             )
             raise _unexplained_number(node, message, values)
         return int(expr) if isinstance(expr, sympy.Integer) else expr

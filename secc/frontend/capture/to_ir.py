@@ -44,6 +44,7 @@ from secc.ir.dialect.readable_names import (
     BATCH_INDEPENDENT_ATTRIBUTE,
     KNOWN_BUFFER_ATTRIBUTE,
     SETTINGS_ATTRIBUTE,
+    SUMMED_ATTRIBUTE,
 )
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import TensorType
@@ -201,6 +202,7 @@ class _CaseImporter:
         self._blocks_with_sites = sited
         self._case, self._parameters, self._buffers = case, capture.parameters, capture.buffers
         self._dims = {i.key: i.dims for i in capture.inputs.inputs}
+        self._summed = capture.inputs.summed
         self._values: dict[fx.Node, SSAValue] = {}
         self._ops: list[Operation] = []
 
@@ -243,7 +245,10 @@ class _CaseImporter:
             if node.users or "log" in node.meta:
                 dims = self._dims.get(name)
                 type = _node_type(node) if dims is None else TensorType.from_dims(dims, _dtype_name(node))
-                self._append_op(InputOp.create_source(name, type), node)
+                op = InputOp.create_source(name, type)
+                if name in self._summed:
+                    op.attributes[SUMMED_ATTRIBUTE] = UnitAttr()
+                self._append_op(op, node)
         elif name in self._case.generic.constants:
             self._import_constant(node, self._case.generic.constants[name])
         else:

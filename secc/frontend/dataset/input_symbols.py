@@ -9,7 +9,7 @@ other dim cannot be cut into micro-batches and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from secc.runtime.plan import schema
 
 LABELS_KEY = "labels"
 IGNORED_LABEL = -100
+_ROUNDING = 1e-5  # relative; of a sum of floats that collate makes
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class ModelInputs:
     than -100 count as tokens, "" without labels. sample_sizes, sample_patterns: symbol values and pattern of
     each known sample (the survey's, in order, unless the model file's `sizes(i)` gives more).
     largest_samples: pattern and symbol values of larger ones, which memory must have room for.
-    given_statistics: from a file, (pattern, share of the samples, mean of each symbol).
+    given_statistics: from a file, (pattern, share of the samples, mean of each symbol). summed: keys of
+    numbers that add up over samples, such as a number of labels that collate counts.
     """
 
     symbols: tuple[schema.Symbol, ...]
@@ -44,6 +46,7 @@ class ModelInputs:
     sample_patterns: tuple[frozenset[str], ...]
     given_statistics: tuple[tuple[frozenset[str], float, tuple[tuple[str, float], ...]], ...] = ()
     largest_samples: tuple[tuple[frozenset[str], Mapping[str, int]], ...] = ()
+    summed: frozenset[str] = frozenset()
 
 
 def describe_inputs(user: UserModel, survey: DatasetSurvey) -> ModelInputs:
@@ -88,7 +91,24 @@ def describe_inputs(user: UserModel, survey: DatasetSurvey) -> ModelInputs:
         _labels_key(inputs),
         sizes,
         tuple(d.pattern for d in survey.drawn_samples),
+        summed=_find_summed(user, batches, [i.key for i in inputs if not i.dims]),
     )
+
+
+def _find_summed(
+    user: UserModel, batches: Sequence[Sequence[Sample]], numbers: Collection[str]
+) -> frozenset[str]:
+    """Returns which of these keys, tensors without dims, hold for every batch the sum of what they hold for
+    its samples alone, and not one value for all batches."""
+    found = set(numbers)
+    values = {key: set[float]() for key in numbers}
+    for batch, singles in _collate_batches(user.collate, batches) if found else ():
+        for key in [k for k in found if k in batch]:
+            total = float(batch[key])
+            values[key].add(total)
+            if abs(total - sum(float(s[key]) for s in singles if key in s)) > _ROUNDING * abs(total):
+                found.discard(key)
+    return frozenset(key for key in found if len(values[key]) > 1)
 
 
 def _labels_key(inputs: Sequence[schema.Input]) -> str:
