@@ -20,13 +20,14 @@ import torch
 from torch import nn
 
 from secc.errors import UserError
+from secc.runtime.model.item_seeds import seeded_rngs
 from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.model.source_lines import current_source_line, forward_source_line
 from secc.runtime.model.user_file import UserModel, extract_loss
 from secc.runtime.plan.schema import Plan
 from secc.runtime.randomness.micro_batch_draws import forward_context
 from secc.runtime.recorder.setting_tracker import watch_attributes
-from secc.runtime.training.eager_reference import LOSS_TOLERANCE, PlanRandomness
+from secc.runtime.training.eager_reference import LOSS_TOLERANCE, REFERENCE_SEED, PlanRandomness
 
 _LIBRARIES = ("torch", "transformers", "diffusers", "timm", "peft", "accelerate")
 _NUMBERS = (bool, int, float)
@@ -103,28 +104,36 @@ def find_kept_state(
 
     def compute_loss(some: Sequence[Mapping[str, Any]]) -> float:
         _restore(kept_once)
-        with forward_context(randomness.draws_for(user, some)), watch_attributes(note_line):
+        draws = randomness.draws_for(user, some)
+        with seeded_rngs(REFERENCE_SEED), forward_context(draws), watch_attributes(note_line):
             loss = extract_loss(model(**unflatten_batch(user.collate(list(some)))))
         return float(loss.detach().double())
 
     try:
         with suppress(Exception):  # fewer samples may lack what forward takes for granted
             compute_loss(samples[: (len(samples) + 1) // 2])
+        first = _read_values(model, user)
         losses = [compute_loss(samples)]
-        before = {v.name: _copy(v.read()) for v in _iter_values(model, user)}
+        second = _read_values(model, user)
         for value, _ in kept_once:
-            before.pop(value.name, None)
+            second.pop(value.name, None)
         losses.append(compute_loss(samples))
-        values = {v.name: v for v in _iter_values(model, user)}
-        changed = [v for n, v in values.items() if n in before and not _are_equal(v.read(), before[n])]
+        values = [v for v in _iter_values(model, user) if v.name in second]
+        changed = [v for v in values if not _are_equal(v.read(), second[v.name])]
         if _differ(*losses):
-            return _describe(model, changed, lines)
+            other = [v for v in values if not _are_equal(v.read(), first.get(v.name))]
+            return _describe(model, changed or other, lines)
         read = [v for v in changed if _is_read(v, lambda: compute_loss(samples), losses[0])]
         return _describe(model, read, lines) if read else None
     except Exception:  # whatever the user's code raises; comparisons with the plan say it
         return None
     finally:
         _restore(initial)
+
+
+def _read_values(model: nn.Module, user: UserModel) -> dict[str, Any]:
+    """Returns copies of all values by name."""
+    return {v.name: _copy(v.read()) for v in _iter_values(model, user)}
 
 
 def _is_inside(path: str, block: str) -> bool:

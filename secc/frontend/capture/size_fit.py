@@ -226,9 +226,8 @@ class SizeFitter:
     def _doubt_if_divided(self, expr: Expr) -> None:
         """Doubts a sum over several symbols with a fraction of one: half of a difference fits what a stride
         makes of one length if another length happened to be even with it in all observations."""
-        if len(symbol_names(expr)) > 1 and any(
-            term.as_coeff_Mul()[0].q > 1 for term in sympy.Add.make_args(sympy.expand(expr))
-        ):
+        factors = (term.as_coeff_Mul()[0] for term in sympy.Add.make_args(sympy.expand(expr)))
+        if len(symbol_names(expr)) > 1 and not all(factor.is_Integer for factor in factors):
             self.used_division = True
             widths = sorted(symbol_names(expr) & self._padded_symbols)
             self._doubt_at((widths[0], 2 * max(row[widths[0]] for row in self.size_rows)) if widths else None)

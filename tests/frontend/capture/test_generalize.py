@@ -96,7 +96,7 @@ def test_a_sum_of_three_terms_asks_for_a_longer_width() -> None:
 
 
 def test_half_a_difference_of_two_lengths_is_doubted() -> None:
-    """`(F + 1)//2` of a strided convolution is `(F - S)/2 + 3` where captions happen to be as odd as sounds."""
+    """`(F + 1)//2` of a strided convolution is `(F - S)/2 + 3` where captions are as odd as sounds."""
     rows = [{"S": s, "F": f} for s, f in ((5, 15), (5, 17), (6, 18), (6, 20), (5, 19))]
     fitter = SizeFitter(rows, free={"S", "F"})
     assert fitter.fit_integer([(row["F"] + 1) // 2 for row in rows]) is not None
