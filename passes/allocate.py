@@ -42,7 +42,11 @@ from secc.alloc.problem.workload import Workload, build_workload
 from secc.alloc.refine import prefetch_memory
 from secc.alloc.refine.dealt_sections import DealtPlan, choose_dealing
 from secc.alloc.refine.in_flight_limits import in_flight_limit, subgroup_limit
-from secc.alloc.refine.interleaved_stages import InterleavedPlan, choose_interleaving
+from secc.alloc.refine.interleaved_stages import (
+    InterleavedPlan,
+    choose_interleaving,
+    interleave_close_plans,
+)
 from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
 from secc.alloc.refine.schedule_evaluation import KnownEvaluations, PlanEvaluator
 from secc.alloc.refine.start_plans import MAX_START_RATIO
@@ -166,7 +170,9 @@ class Allocate(ModulePass):
         dealt = self._choose_dealing(solved, won)
         facts = _dealing_facts(dealt)
         # Host memory may pay only with dealt samples, where what it saves no longer waits for other sections,
-        # or lets a smaller cp fit, which only the plans that are found with them show.
+        # or lets a smaller cp fit. Where that is to be expected, they are searched once, with both.
+        if with_host is None:
+            with_host = self.offer_host_memory(solved, won, to_fit=True)
         divided_ns = dealt.refined.evaluation.time_ns
         best_ns, base = None, solved
         for _ in range(1 if with_host is not None else 2):
@@ -191,7 +197,14 @@ class Allocate(ModulePass):
         if solved.problem.deadline is not None or solved.work.cluster.device.backend in PLAIN_BACKENDS:
             return solved, won, facts
         ranks = assign_ranks(solved.problem, won.assignment)
-        interleaved = choose_interleaving(solved.make_evaluator(), won, ranks, solved.pins)
+        evaluator = solved.make_evaluator()
+        interleaved = interleave_close_plans(
+            evaluator,
+            choose_interleaving(evaluator, won, ranks, solved.pins),
+            won.close_plans,
+            assign_ranks,
+            solved.pins,
+        )
         facts |= _interleaving_facts(interleaved)
         return replace(solved, problem=interleaved.problem), interleaved.refined, facts
 
@@ -294,8 +307,8 @@ class Allocate(ModulePass):
         self, solved: SolvedAllocation, won: RefinedPlan, to_fit: bool = False
     ) -> Workload | None:
         """The work with host memory where using it may save time: frozen layers fill much of a device, or
-        layers run again and copies would take less, or with `to_fit` all layers run again on parts of
-        samples; None elsewhere."""
+        layers run again and copies would take less, or with `to_fit` all layers run again on ranks of
+        cp; None elsewhere."""
         chosen = {s: cs[won.assignment.choice[s]] for s, cs in solved.problem.sections.items()}
         work = solved.work.with_offloads((*solved.work.offloads, "activations", "weights"))
         device = work.cluster.device
@@ -307,7 +320,7 @@ class Allocate(ModulePass):
         )
         activations = any(
             may_copy_in_place_of_recomputing(work, load, c)
-            or (to_fit and c.recompute == "full" and c.cp_per == "micro_batch" and c.offload == "none")
+            or (to_fit and c.recompute == "full" and c.cp > 1 and c.offload == "none")
             for load, c in loads
         )
         offloads = [*(["weights"] if weights else []), *(["activations"] if activations else [])]

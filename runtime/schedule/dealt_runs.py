@@ -9,9 +9,9 @@ its parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 
 from secc.runtime.plan.expr_eval import SizeColumns
 from secc.runtime.plan.predicted_costs import PredictedCosts, deal_in_turns
@@ -109,10 +109,14 @@ class _SubgroupRuns:
     def _slowest_parts(self, length: int) -> list[TimeColumns]:
         runs = len(self.places) - length + 1
         found: list[TimeColumns] = [([0] * runs, [0] * runs) for _ in self.subgroups]
+        parts_by_first: list[list[list[int]]] = []
         for first in range(min(self.period, runs)):
             order = sorted(range(length), key=self.places[first : first + length].__getitem__)
-            parts = [sorted(part) for part in deal_in_turns(order, self.count) if part]
-            priced = [self._price_parts(tuple(d - part[0] for d in part)) for part in parts]
+            parts_by_first.append([sorted(part) for part in deal_in_turns(order, self.count) if part])
+        distances = [[tuple(d - part[0] for d in part) for part in parts] for parts in parts_by_first]
+        self._price_new_parts({own for listed in distances for own in listed})
+        for first, (parts, listed) in enumerate(zip(parts_by_first, distances, strict=True)):
+            priced = [self.part_times[own] for own in listed]
             for stage, columns in enumerate(found):
                 for way, column in enumerate(columns):
                     column[first :: self.period] = map(
@@ -127,15 +131,27 @@ class _SubgroupRuns:
     def _price_parts(self, distances: tuple[int, ...]) -> list[TimeColumns]:
         """Returns the ns of parts with samples at these distances by stage, by the place of the first one;
         forward takes INFEASIBLE_NS where a part does not fit."""
-        if distances not in self.part_times:
-            stages = list(zip(self.runs.stages, self.subgroups, strict=True))
-            if len(distances) == 1:
-                self.part_times[distances] = [self._price_samples(*stage) for stage in stages]
-            else:
-                columns = self.runs.join_columns(distances)
-                count = len(self.places) - distances[-1]
-                self.part_times[distances] = [self._price_columns(*stage, columns, count) for stage in stages]
+        self._price_new_parts({distances})
         return self.part_times[distances]
+
+    def _price_new_parts(self, asked: Iterable[tuple[int, ...]]) -> None:
+        """Prices parts at these distances that were not priced before, all of them as one set of columns:
+        a group on one replica has few samples, and each evaluation takes as long as many rows."""
+        stages = list(zip(self.runs.stages, self.subgroups, strict=True))
+        new = sorted(own for own in asked if own not in self.part_times)
+        for own in new:
+            if len(own) == 1:
+                self.part_times[own] = [self._price_samples(*stage) for stage in stages]
+        if not (several := [own for own in new if len(own) > 1]):
+            return
+        counts = [len(self.places) - own[-1] for own in several]
+        columns = [self.runs.join_columns(own) for own in several]
+        joined = {name: [*chain.from_iterable(c[name] for c in columns)] for name in columns[0]}
+        priced = [self._price_columns(*stage, joined, sum(counts)) for stage in stages]
+        for own, end, count in zip(several, accumulate(counts), counts, strict=True):
+            self.part_times[own] = [
+                (forward[end - count : end], backward[end - count : end]) for forward, backward in priced
+            ]
 
     def _price_samples(self, stage: Section, subgroup: SubgroupCost) -> TimeColumns:
         """`_price_columns` of the group's samples alone."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress, pairwise, repeat
 from operator import mul
@@ -57,9 +57,20 @@ SCARCE_WORK_SHARE = 0.1  # of the critical section's work; a priority class with
 LEADING_MICRO_BATCHES = 4  # micro-batches per replica that a rule with a lead puts first
 
 
-# By all that they depend on besides the samples: (samples, replica) of a section's micro-batches, and the ns
-# of each replica's ranks after them.
-KnownPackings = dict[str, tuple[list[tuple[SamplePositions, int]], list[int]]]
+@dataclass
+class KnownPackings:
+    """Micro-batches of the samples of one global batch, by all that they depend on besides these samples.
+
+    `assigned`: (samples, replica) of a section's micro-batches, and the ns of each replica's ranks after it.
+    `dealt`: the micro-batches of some samples on one replica that may deal them.
+    """
+
+    assigned: dict[str, tuple[list[tuple[SamplePositions, int]], list[int]]] = field(
+        default_factory=dict[str, tuple[list[tuple[SamplePositions, int]], list[int]]]
+    )
+    dealt: dict[tuple[str, SamplePositions], list[SamplePositions]] = field(
+        default_factory=dict[tuple[str, SamplePositions], list[SamplePositions]]
+    )
 
 
 @dataclass(frozen=True)
@@ -129,7 +140,7 @@ class MicroBatchComposer:
         packings: KnownPackings | None = None,
     ) -> None:
         self.plan, self.graph, self.samples, self.sample_count = plan, graph, samples, len(samples)
-        self._packings: KnownPackings = {} if packings is None else packings
+        self._packings = KnownPackings() if packings is None else packings
         self.costs = PredictedCosts(plan, samples)
         patterns = sorted({s.pattern for s in samples}, key=sorted)
         pattern_id = {pattern: k for k, pattern in enumerate(patterns)}
@@ -416,14 +427,13 @@ class MicroBatchComposer:
     ) -> Sequence[tuple[SamplePositions, int]]:
         """Returns `pack_and_assign`, computed once for plans that differ in other sections or in where the
         ranks of this one are."""
-        stages = self.graph.pipeline_stages[section.name]
+        stages, known = self.graph.pipeline_stages[section.name], self._packings.assigned
         loads = [load.get(rank, 0) for rank in ranks]
-        placeless = [replace(s, mesh=replace(s.mesh, ranks=())) for s in stages]
-        key = repr((placeless, section.stage, groups, other_work if any(other_work) else (), loads))
-        if key not in self._packings:
+        key = repr((_without_places(stages), section.stage, groups, any(other_work) and other_work, loads))
+        if key not in known:
             packed = pack_and_assign(self.costs, stages, section, groups, other_work, ranks, load)
-            self._packings[key] = packed, [load[rank] for rank in ranks]
-        packed, loads = self._packings[key]
+            known[key] = packed, [load[rank] for rank in ranks]
+        packed, loads = known[key]
         load.update(zip(ranks, loads, strict=True))
         return packed
 
@@ -634,15 +644,20 @@ class MicroBatchComposer:
 
     def _cut_into_dealt(self, section: Section, by_replica: list[list[int]]) -> AssignedMicroBatches:
         """Cuts each replica's samples into micro-batches of similar samples of one pattern. The ranks of a
-        replica may compute different samples of such a micro-batch."""
+        replica may compute different samples of such a micro-batch. No priority rule or order changes them,
+        so they are computed once."""
         work, stages = self.sample_work[section.name], self.graph.pipeline_stages[section.name]
-        cut = AssignedMicroBatches()
+        cut, known = AssignedMicroBatches(), self._packings.dealt
+        own = repr((_without_places(stages), section.stage))
         for r, positions in enumerate(by_replica):
             groups: dict[int, list[int]] = defaultdict(list)
             for p in sorted(positions, key=lambda p: (-work[p], p)):
                 groups[self.pattern_ids[p]].append(p)
             for group in groups.values():
-                cut += [(r, run) for run, _ in pack_replica(self.costs, stages, section, group)]
+                key = own, tuple(group)
+                if key not in known:
+                    known[key] = [run for run, _ in pack_replica(self.costs, stages, section, group)]
+                cut += [(r, run) for run in known[key]]
         return cut
 
     def _least_by_tokens(self, section: Section, group: Sequence[int]) -> int:
@@ -738,6 +753,11 @@ def _add_empty_micro_batches(cut: AssignedMicroBatches, replicas: int, together:
     counts = Counter(r for r, _ in cut)
     most = [max(counts[q] for q in range(first, first + together)) for first in range(0, replicas, together)]
     return cut + [(r, ()) for r in range(replicas) for _ in range(most[r // together] - counts[r])]
+
+
+def _without_places(stages: Sequence[Section]) -> list[Section]:
+    """Returns the stages of a pipeline without the ranks that they are on."""
+    return [replace(s, mesh=replace(s.mesh, ranks=())) for s in stages]
 
 
 def _packs_micro_batches(section: Section) -> bool:

@@ -50,11 +50,8 @@ def choose_dealing(
         for way in _ways_left(c, pins.words.get(section, {})):
             candidates = list(problem.sections[section])
             candidates[index] = _with_way(evaluator.work, section, c, way)
-            tried = PlanEvaluator(
-                evaluator.work,
-                replace(problem, sections={**problem.sections, section: tuple(candidates)}),
-                evaluator.run_ahead,
-                evaluator.known,
+            tried = evaluator.with_problem(
+                replace(problem, sections={**problem.sections, section: tuple(candidates)})
             )
             first, own = (e.evaluate_first_batch(won.assignment, ranks) for e in (tried, evaluator))
             if not first.fits or first.time_ns > own.time_ns * (1 + FIRST_BATCH_MARGIN):

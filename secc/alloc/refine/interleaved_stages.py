@@ -2,20 +2,21 @@
 two lie on the ranks (in a loop, or in a V), by the scheduled step.
 
 Two pieces shorten fill and drain, and cost memory for more micro-batches in flight and more messages. Closed
-forms do not see what ragged micro-batches and memory make of that, so the best plan alone is scheduled with
-each way: on the first batch, and on all batches if that is not clearly longer.
+forms do not see what ragged micro-batches and memory make of that, so the best plan is scheduled with each
+way: on the first batch, and on all batches if that is not clearly longer. Plans with other stages that are
+close to it are estimated with two pieces, and evaluated where that promises a shorter step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from secc.alloc.problem.build_problem import count_cuttable_layers
 from secc.alloc.problem.candidates import price_fitting_candidates
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.pins import Pins
-from secc.alloc.problem.types import Candidate, Problem
+from secc.alloc.problem.types import Assignment, Candidate, Problem
 from secc.alloc.refine.local_search import DOES_NOT_FIT, FIRST_BATCH_MARGIN, RefinedPlan
 from secc.alloc.refine.schedule_evaluation import GroupRanks, PlanEvaluator
 
@@ -48,8 +49,8 @@ def choose_interleaving(
     step_ns, dropped = dict[str, dict[str, int]](), dict[str, dict[str, float]]()
     for section in won.assignment.choice:
         found = {"one": (won, evaluator)}
-        for placement, problem in _interleave(evaluator, won, section, pins):
-            tried = PlanEvaluator(evaluator.work, problem, evaluator.run_ahead, evaluator.known)
+        for placement, problem in _interleave(evaluator, won.assignment, section, pins):
+            tried = evaluator.with_problem(problem)
             first, now = (e.evaluate_first_batch(won.assignment, ranks) for e in (tried, evaluator))
             if not first.fits or first.time_ns > now.time_ns * (1 + FIRST_BATCH_MARGIN):
                 ratio = round(first.time_ns / now.time_ns, 4) if first.fits else DOES_NOT_FIT
@@ -69,12 +70,47 @@ def choose_interleaving(
     return InterleavedPlan(evaluator.problem, won, step_ns, dropped)
 
 
+def interleave_close_plans(
+    evaluator: PlanEvaluator,
+    found: InterleavedPlan,
+    plans: Sequence[Assignment],
+    hand_out: Callable[[Problem, Assignment], GroupRanks],
+    pins: Pins,
+) -> InterleavedPlan:
+    """Returns the best of a plan and of others with two pieces of layers on a rank, in the way in which their
+    estimate is shortest. These have to be shorter by `INTERLEAVING_MARGIN`. `evaluator` is that of the
+    problem in which all plans have one piece."""
+    best_ns = (
+        evaluator.with_problem(found.problem)
+        .estimate(found.refined.assignment, hand_out(found.problem, found.refined.assignment))
+        .time_ns
+    )
+    for a in plans:
+        ranks = hand_out(evaluator.problem, a)
+        ways = [
+            (estimate.time_ns, section, way, tried)
+            for section in a.choice
+            for way, problem in _interleave(evaluator, a, section, pins)
+            if (estimate := (tried := evaluator.with_problem(problem)).estimate(a, ranks)).fits
+        ]
+        ns, section, way, tried = min(ways, key=lambda found: found[:3], default=(best_ns, "", "", evaluator))
+        if ns >= best_ns * (1 - INTERLEAVING_MARGIN):
+            continue
+        evaluation = tried.evaluate(a, ranks)
+        tries = found.refined.evaluated_plans + 1
+        if evaluation.is_better_than(found.refined.evaluation):
+            refined = RefinedPlan(a, evaluation, evaluate_assignment(tried.problem, a).time_ns, tries)
+            step_ns = {section: {way: evaluation.time_ns}}
+            found, best_ns = InterleavedPlan(tried.problem, refined, step_ns, found.dropped), ns
+    return found
+
+
 def _interleave(
-    evaluator: PlanEvaluator, won: RefinedPlan, section: str, pins: Pins
+    evaluator: PlanEvaluator, plan: Assignment, section: str, pins: Pins
 ) -> Iterator[tuple[str, Problem]]:
     """Yields the problem in which a section's chosen candidate has two pieces of layers on a rank, for each
     placement that pins, layers and memory leave."""
-    problem, index = evaluator.problem, won.assignment.choice[section]
+    problem, index = evaluator.problem, plan.choice[section]
     c = problem.sections[section][index]
     work = evaluator.work.for_kind(c.kind)
     load = work.loads[section]
@@ -103,7 +139,7 @@ def _interleave(
         candidates[index] = interleaved
         changed = replace(problem, sections={**problem.sections, section: tuple(candidates)})
         try:
-            evaluate_assignment(changed, won.assignment)
+            evaluate_assignment(changed, plan)
         except ValueError:  # it exceeds memory
             continue
         yield placement, changed

@@ -11,7 +11,9 @@ come before other norms and micro-batches. A plan does not count if its schedule
 Closed forms may misjudge a section on few ranks. So the search goes on with plans that take ranks to the
 section that the schedule of the best plan shows to be busiest, until none of them is better. Norms decide
 which shapes are good, and shapes which norms; as other shapes are tried first, the best plans are last tried
-with other norms.
+with other norms. Of mixtures of experts closed forms misjudge whole kinds of plans: replicas that exchange
+tokens wait for each other in every round, and stages for the longest micro-batch. So the search also looks
+around the best plan of each number of parts of the experts, and of each number of stages.
 
 A full evaluation schedules several global batches with the scheduler's own search. To save time there are
 three levels. An *estimate* schedules one batch without search. Plans within `ESTIMATE_MARGIN` of the best
@@ -34,7 +36,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress, islice, product
+from itertools import accumulate, compress, islice, product
 
 from secc import process_map
 from secc.alloc.problem.closed_form import evaluate_assignment, groups_that_run_ahead
@@ -47,7 +49,7 @@ from secc.alloc.refine.schedule_evaluation import (
     PlanEvaluator,
     mean_evaluation,
 )
-from secc.alloc.refine.start_plans import start_plans
+from secc.alloc.refine.start_plans import plans_of_kinds, sections_with_experts, start_plans
 from secc.alloc.solver.cpsat_model import solve_allocation
 
 MAX_EVALUATED_PLANS = 60
@@ -68,27 +70,39 @@ NEIGHBOURS_AT_ONCE = 8  # neighbours that are estimated before the search moves 
 VARIANTS_PER_SECTION = 6  # candidates of one section on as many ranks that become neighbours
 STEP_RESOLUTION = 1000  # steps that differ by less than 1/1000 count as equal
 RANK_COUNT_SHIFTS = (1, 2, 4, 8)  # steps up or down in the list of a group's possible rank counts
+# Plans with other stages that may turn out shorter with several pieces of layers on a rank, and their tasks.
+MOST_CLOSE_PLANS = 8
+MOST_CLOSE_TASKS = 25_000
 LIGHTER_PLANS_AT_ONCE = 4  # plans with a lighter load that are estimated before the search moves
 MOST_LIGHTER_PLANS = 12  # that are estimated in all
+SMALL_SHARE = 1 / 32  # of a step, by which waits may make it longer in a start plan of mixtures
 NORMS_OF_BEST = 3  # of the best plans are tried with other norms once no neighbour is better ...
 MOST_PLANS_WITH_OTHER_NORMS = 6  # ... and so many plans in all
+# Once no neighbour is better, plans around the best one of each other kind of mixtures of experts are
+# estimated, if it takes at most this share longer, in at most so many rounds ...
+KIND_MARGIN = 1 / 2
+MORE_PLANS_WITH_KINDS = 30  # than MAX_EVALUATED_PLANS
+MOST_ROUNDS_OF_KIND = 4
+NEIGHBOURS_OF_KIND = 5  # ... of so many neighbours and some plans with a lighter load each
 LOAD_RESOLUTION = 32  # loads are counted in units of 1/32 of the step; smaller differences do not count
 
 
 PlanKey = tuple[tuple[int, ...], tuple[str, ...]]
+PlanKind = tuple[str, str, int]  # a section, "ep" or "pp", and its value
 BatchRequest = tuple[Assignment, int | None]  # a plan and the index of a batch, None for an estimate
 EvaluateRequests = Callable[[Sequence[BatchRequest]], list[Evaluation]]
 
 
 @dataclass(frozen=True)
 class RefinedPlan:
-    """The best plan found, with its mean scheduled step, its step by the closed forms in ns, and the
-    number of evaluated plans."""
+    """The best plan found, with its mean scheduled step, its step by the closed forms in ns, the number of
+    evaluated plans, and plans with other stages that are close to it by their estimates."""
 
     assignment: Assignment
     evaluation: Evaluation
     closed_form_ns: int
     evaluated_plans: int
+    close_plans: tuple[Assignment, ...] = ()
 
 
 def refine_by_simulation(
@@ -150,6 +164,10 @@ class _LocalSearch:
     evaluations[plan]: results on the first batch, or on all.
     lighter_plans: number of plans estimated because their busiest ranks have less to do.
     plans_with_other_norms: number of plans estimated because they are a good one with other norms.
+    mixtures: sections that may divide experts.
+    seeks_kinds: whether plans of other kinds are sought; a search that goes on from another one leaves them
+      to it.
+    sought_kinds: kinds of plans that the search came to, or around whose best plan it has looked.
     neighbourhood: the problem that new candidates come from.
     evaluate_here, evaluate_on_all_cores: run requests in this process, or on all cores.
     """
@@ -170,6 +188,8 @@ class _LocalSearch:
         self.estimates: dict[PlanKey, Evaluation] = {}
         self.evaluations: dict[PlanKey, list[Evaluation]] = {}
         self.lighter_plans = self.plans_with_other_norms = 0
+        self.mixtures = sections_with_experts(neighbourhood)
+        self.seeks_kinds, self.sought_kinds = False, set[PlanKind]()
         self.candidates_by_ranks = {
             s: _index_by_ranks(cs, neighbourhood != problem) for s, cs in problem.sections.items()
         }
@@ -181,13 +201,21 @@ class _LocalSearch:
         searches = self.problem.deadline is None
         other_starts = start_plans(self.neighbourhood, best[0], self.margin) if searches else ()
         starts = [*best, *map(self._shorten_waits, (*best, *other_starts) if searches else ())]
+        self.seeks_kinds = searches and not others and bool(self.mixtures)
+        if self.seeks_kinds:
+            of_kinds = plans_of_kinds(self.neighbourhood, best[0], self.margin)
+            starts += [self._shorten_waits(a, SMALL_SHARE) for a in of_kinds]
         self._estimate_plans([*{_plan_key(a): a for a in (*starts, *others)}.values()])
         shortest = self._select_best()
         while True:
             if searches and (remaining := self._remaining_evaluations()):
                 self._estimate_plans(self._untried_neighbours(shortest)[: min(NEIGHBOURS_AT_ONCE, remaining)])
             challenger = self._select_best()
-            for estimate_more in (self._estimate_lighter_plans, self._estimate_other_norms):
+            for estimate_more in (
+                self._estimate_lighter_plans,
+                self._estimate_other_norms,
+                self._estimate_other_kinds,
+            ):
                 if challenger is shortest and searches and estimate_more(shortest):
                     challenger = self._select_best()
             if challenger is shortest:
@@ -197,9 +225,31 @@ class _LocalSearch:
                         mean_evaluation(self.evaluations[_plan_key(shortest)]),
                         self._closed_form_ns(shortest),
                         len(self.evaluated),
+                        self._close_plans_with_stages(shortest),
                     )
                 challenger = self._select_best()
             shortest = challenger
+
+    def _close_plans_with_stages(self, shortest: Assignment) -> tuple[Assignment, ...]:
+        """The best plans with a few other shapes and micro-batches, of those with stages that are close to
+        `shortest`."""
+
+        def ways(a: Assignment) -> tuple[tuple[int, int, int, int], ...]:
+            chosen = [self.problem.sections[s][i] for s, i in a.choice.items()]
+            return tuple((c.tp, c.pp, c.cp, c.micro_batch * (c.pp > 1)) for c in chosen)
+
+        most = self._estimated_ns(shortest) * (1 + ESTIMATE_MARGIN)
+        best = {ways(shortest): shortest}
+        for a in sorted(self.evaluated, key=self._estimated_ns):
+            if (
+                self._estimated_ns(a) <= most
+                and self._fits_memory(a)
+                and any(pp > 1 for _, pp, *_ in ways(a))
+            ):
+                best.setdefault(ways(a), a)
+        close = [a for a in best.values() if a is not shortest][:MOST_CLOSE_PLANS]
+        spent = accumulate(self.estimates[_plan_key(a)].tasks for a in close)
+        return tuple(a for a, tasks in zip(close, spent, strict=True) if tasks <= MOST_CLOSE_TASKS)
 
     def _remaining_evaluations(self) -> int:
         """Number of plans that may still be evaluated within both budgets."""
@@ -210,7 +260,8 @@ class _LocalSearch:
         )
         longest = max(evaluation.tasks for evaluation in self.estimates.values())
         budget = sorted((*TASK_BUDGET_RANGE, TASK_BUDGET_PER_SAMPLE * len(self.evaluator.batches[0])))[1]
-        return max(0, min(MAX_EVALUATED_PLANS - len(self.evaluated), (budget - spent) // max(1, longest)))
+        most = MAX_EVALUATED_PLANS + MORE_PLANS_WITH_KINDS * self.seeks_kinds
+        return max(0, min(most - len(self.evaluated), (budget - spent) // max(1, longest)))
 
     def _estimate_plans(self, plans: Sequence[Assignment]) -> None:
         """Adds plans with their estimates."""
@@ -329,14 +380,15 @@ class _LocalSearch:
             sum(c.fill_ns + c.drain_ns for c in chosen),
         )
 
-    def _shorten_waits(self, a: Assignment) -> Assignment:
+    def _shorten_waits(self, a: Assignment, share: float = 1 / STEP_RESOLUTION) -> Assignment:
         """A start plan with other micro-batches and memory for sections that closed forms do not put on the
-        critical path: as short by them, and with the shortest fill and drain times.
+        critical path: as short by them, up to a `share` of the step, and with the shortest fill and drain
+        times.
 
         Closed forms leave such choices open, and scheduled steps do not: large micro-batches of an encoder
         that has just enough ranks keep its consumers waiting.
         """
-        resolution = max(1, self._closed_form_ns(a) // STEP_RESOLUTION)
+        resolution = max(1, int(self._closed_form_ns(a) * share))
 
         def rank(option: Assignment) -> tuple[int, int, int]:
             chosen = [self.problem.sections[s][i] for s, i in option.choice.items()]
@@ -377,15 +429,19 @@ class _LocalSearch:
         """Estimates plans near the best one in which the busiest ranks have less to do, the lightest first.
         Returns whether there are any that were not tried."""
         most = min(LIGHTER_PLANS_AT_ONCE, MOST_LIGHTER_PLANS - self.lighter_plans)
-        own, loads = self._expected_load(shortest, shortest), dict[PlanKey, tuple[int, Assignment]]()
-        for a in self._plans_with_moved_ranks(shortest) if most > 0 else ():
-            key, load = _plan_key(a), self._expected_load(a, shortest)
+        self._estimate_plans(plans := self._lighter_plans(shortest)[:most] if most > 0 else [])
+        self.lighter_plans += len(plans)
+        return bool(plans)
+
+    def _lighter_plans(self, origin: Assignment) -> list[Assignment]:
+        """New plans near `origin` in which the busiest ranks have less to do, the lightest first."""
+        own, loads = self._expected_load(origin, origin), dict[PlanKey, tuple[int, Assignment]]()
+        for a in self._plans_with_moved_ranks(origin):
+            key, load = _plan_key(a), self._expected_load(a, origin)
             if load < own and key not in self.estimates:
                 loads[key] = load, a
         lighter = sorted(loads.values(), key=lambda found: (found[0], *self._closed_form_rank(found[1])))
-        self._estimate_plans(plans := [a for _, a in lighter[:most]])
-        self.lighter_plans += len(plans)
-        return bool(plans)
+        return [a for _, a in lighter]
 
     def _estimate_other_norms(self, shortest: Assignment) -> bool:
         """Estimates the best plans, where no neighbour is better than `shortest`, with other norms in one
@@ -403,6 +459,42 @@ class _LocalSearch:
         self._estimate_plans(plans := [*found.values()][:most])
         self.plans_with_other_norms += len(plans)
         return bool(plans)
+
+    def _estimate_other_kinds(self, shortest: Assignment) -> bool:
+        """Estimates plans around the best one of each kind that the search has not come to, the best kinds
+        first, until none of them is better. Returns whether there are any that were not tried."""
+        if not self.seeks_kinds:
+            return False
+        before, own = len(self.evaluated), self._kinds_of(shortest)
+        kinds = {kind for a in self.evaluated for kind in self._kinds_of(a)} - own - self.sought_kinds
+        best = {kind: found for kind in kinds if (found := self._best_of_kind(kind)) is not None}
+        self.sought_kinds |= own | kinds
+        for kind in sorted(best, key=lambda k: (self._estimated_ns(best[k]), k)):
+            for _ in range(MOST_ROUNDS_OF_KIND):
+                found = self._best_of_kind(kind) or best[kind]
+                if self._estimated_ns(found) > self._estimated_ns(shortest) * (1 + KIND_MARGIN):
+                    break
+                near = self._untried_neighbours(found)[:NEIGHBOURS_OF_KIND] + self._lighter_plans(found)
+                near = [*{_plan_key(a): a for a in near if kind in self._kinds_of(a)}.values()]
+                near = near[: min(NEIGHBOURS_AT_ONCE, self._remaining_evaluations())]
+                self._estimate_plans(near)
+                now = self._best_of_kind(kind)
+                if now is None or now is found or not self._fits_memory(now):
+                    break
+        return len(self.evaluated) > before
+
+    def _kinds_of(self, a: Assignment) -> set[PlanKind]:
+        """Into how many parts a plan divides the experts of each mixture, and in how many stages it runs."""
+        chosen = {s: self.problem.sections[s][a.choice[s]] for s in self.mixtures}
+        return {(s, key, n) for s, c in chosen.items() for key, n in (("ep", c.ep), ("pp", c.pp))}
+
+    def _best_of_kind(self, kind: PlanKind) -> Assignment | None:
+        """The plan of a kind with the shortest estimate, one that fits if there is one."""
+        known = [a for a in self.evaluated if kind in self._kinds_of(a)]
+        return min(known, key=lambda a: (not self._fits_memory(a), self._estimated_ns(a)), default=None)
+
+    def _estimated_ns(self, a: Assignment) -> int:
+        return self.estimates[_plan_key(a)].time_ns
 
     def _with_other_norms(self, a: Assignment, section: str) -> Assignment | None:
         """The best plan by closed forms that differs in the norms of a section and not in its shape, None if

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -167,6 +168,13 @@ class PlanEvaluator:
         self.batches = [drawn[i] for i in self._batch_numbers] if drawn else [_mean_samples_batch(work)]
         self.packings = [KnownPackings() for _ in self.batches]
         self.message_ns = {(e.src, e.dst): self._message_ns(e.src, e.dst) for e in problem.edges}
+
+    def with_problem(self, problem: Problem) -> PlanEvaluator:
+        """The evaluator of another problem of the same work, on the same batches."""
+        other = copy(self)
+        other.problem = problem
+        other.message_ns = {(e.src, e.dst): other._message_ns(e.src, e.dst) for e in problem.edges}
+        return other
 
     def number_of_mean_batch(self, evaluation: Evaluation) -> int:
         """The number, in the order in which they were drawn, of the batch with the step that is closest to

@@ -28,6 +28,7 @@ from secc.alloc.solver.cpsat_model import solve_allocation
 from secc.process_map import run_in_background
 
 MAX_START_RATIO = 2  # times the best plan's step by closed forms: what takes longer by them is no start
+MAX_KIND_RATIO = 1.3  # the same for plans of other kinds of mixtures
 
 
 def start_plans(problem: Problem, best: Assignment, margin: float) -> list[Assignment]:
@@ -45,6 +46,33 @@ def start_plans(problem: Problem, best: Assignment, margin: float) -> list[Assig
         forks=problem.ranks >= PARALLEL_PRICING_RANKS,
     ) as single_round_plan:
         plans = [*solver.plans_by_strategy(problem, best), single_round_plan()]
+    return [a for a in plans if a is not None]
+
+
+def sections_with_experts(problem: Problem) -> list[str]:
+    """Sections that may divide experts over ranks."""
+    return [s for s, cs in problem.sections.items() if any(c.ep > 1 for c in cs)]
+
+
+def plans_of_kinds(problem: Problem, best: Assignment, margin: float) -> list[Assignment]:
+    """Returns, for each mixture of experts, the best plan with each other number of parts of the experts, and
+    with each other number of stages, as far as it takes at most `MAX_KIND_RATIO` times the best plan's step.
+
+    Replicas that exchange tokens wait for the one with the longest samples, and stages for the longest
+    micro-batch: by closed forms such plans are hard to compare with each other.
+    """
+    most = MAX_KIND_RATIO * evaluate_assignment(replace(problem, capacity=1 << 62, pools=()), best).time_ns
+    solver, plans = _StartSolver(margin, int(most)), list[Assignment | None]()
+    for s in sections_with_experts(problem):
+        own, usable = problem.sections[s][best.choice[s]], [c for c in problem.sections[s] if not c.excluded]
+        for n in sorted({c.ep for c in usable} - {own.ep}):
+            plans.append(
+                solver.solve_within_limit(exclude_candidates(problem, lambda c, n=n: c.ep != n, (s,)))
+            )
+        for n in sorted({c.pp for c in usable} - {own.pp}):
+            plans.append(
+                solver.solve_within_limit(exclude_candidates(problem, lambda c, n=n: c.pp != n, (s,)))
+            )
     return [a for a in plans if a is not None]
 
 

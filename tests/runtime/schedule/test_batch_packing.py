@@ -134,7 +134,7 @@ def test_packings_of_other_plans_change_no_order(p, samples, data):
         changed, cost=dataclasses.replace(changed.cost, forward_ns=f"2*({changed.cost.forward_ns})")
     )
     other = dataclasses.replace(p, sections=tuple(slower if s is changed else s for s in p.sections))
-    packings: KnownPackings = {}
+    packings = KnownPackings()
     for plan in (p, other, p):
         alone, found = find_candidate(plan, samples), find_candidate(plan, samples, packings=packings)
         assert (found.task_order, found.makespan) == (alone.task_order, alone.makespan)
