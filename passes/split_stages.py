@@ -247,7 +247,9 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
         forward_ns, backward_ns = micro_batch_time_expressions(
             work, load, dp, sharding, recompute, _replica_span(stage, cluster)
         )
-        in_flight = _in_flight_limit(work, load, counts[get_string(stage, "pipeline") or ""])
+        in_flight = _in_flight_limit(
+            work, load, counts[get_string(stage, "pipeline") or ""], _bytes_of_others(graph, work, stage)
+        )
         stage.attributes |= {
             "weight_permille": int_attr(later),
             "in_flight": int_attr(in_flight if load.mode != "forward" else 0),
@@ -335,9 +337,19 @@ def _candidate_choice(section: SectionOp) -> tuple[int, int, str, str]:
     return dp, size, get_string(section, "sharding") or "none", get_string(section, "recompute") or "none"
 
 
-def _in_flight_limit(work: Workload, load: SectionLoad, parts: int) -> int:
-    """The number of micro-batches that a stage may hold: as many as help and memory allows, at least one for
-    itself and each stage behind it.
+def _bytes_of_others(graph: GraphOp, work: Workload, stage: SectionOp) -> int:
+    """Bytes that sections outside of the stage's pipeline need on its ranks."""
+    ranks, pipeline = set(_ranks_of(stage)), get_string(stage, "pipeline")
+    return sum(
+        _rank_memory(work, _rank_load(work, s))
+        for s in graph.sections
+        if get_string(s, "pipeline") != pipeline and ranks & set(_ranks_of(s))
+    )
+
+
+def _in_flight_limit(work: Workload, load: SectionLoad, parts: int, others: int) -> int:
+    """The number of micro-batches that a stage may hold: as many as help and memory allows, with `others`
+    bytes of other sections on its ranks; at least one for itself and each stage behind it.
 
     A pipeline that feeds sections on other ranks keeps the number that `allocate` chose.
     """
@@ -349,8 +361,8 @@ def _in_flight_limit(work: Workload, load: SectionLoad, parts: int) -> int:
     device = work.cluster.view_of_ranks(_ranks_of(load.section)).device
     most = divide_in_flight_room(shape, stage, IN_FLIGHT_PER_STAGE * shape.stages)
     if shape.chunks == 1:
-        return next((n for n in range(most, least, -1) if rank.fits_device(n, device)), least)
-    others = shape.chunks * (rank.fixed + rank.gradients)  # of all stages on the rank
+        return next((n for n in range(most, least, -1) if rank.fits_device(n, device, others)), least)
+    others += shape.chunks * (rank.fixed + rank.gradients)  # of all stages on the rank
     room = divide_in_flight_room(shape, stage, max(0, device.usable_memory - others), rank.largest_sample)
     return max(least, min(most, (room - rank.kept_between) // max(1, rank.activation)))
 

@@ -124,12 +124,30 @@ class Traffic:
         return Fraction(total - layers.total() + max(layers.values(), default=0), total)
 
     def _layer_of(self, name: str, sections: Sequence[str]) -> str | None:
-        """The layer of a stack that a parameter belongs to, None outside of layers: its name up to the first
-        number within a block that comes layer by layer."""
+        """The layer that a parameter belongs to, None outside of layers: its name up to the first number
+        within a block that comes layer by layer, or the block if it is a layer itself, as in stages."""
         for unit in (unit for s in sections for unit in self.plan.find_section(s).units):
             if found := re.match(rf"{re.escape(unit)}\.(.*?\.)?\d+(?=\.)", name):
                 return found[0]
+            if unit in self._single_layers and name.startswith(f"{unit}."):
+                return unit
         return None
+
+    @cached_property
+    def _single_layers(self) -> set[str]:
+        """The blocks that are a layer each: with submodules, and without numbered ones."""
+        units = sorted({unit for s in self.plan.sections for unit in s.units})
+        inside = {unit: self._names_inside(unit) for unit in units}
+        return {
+            unit
+            for unit, names in inside.items()
+            if any("." in name for name in names) and not any(re.match(r"(.*?\.)?\d+\.", n) for n in names)
+        }
+
+    def _names_inside(self, block: str) -> list[str]:
+        """The trained parameters of a block, named from the block on."""
+        names = {name for held in self.reduction_groups for name in held.names}
+        return [name.removeprefix(f"{block}.") for name in names if name.startswith(f"{block}.")]
 
     def section_closing_ns(self, section: str) -> int:
         """Least time between a section's last backward and its updated parameters, on the rank where it takes

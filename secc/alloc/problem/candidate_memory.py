@@ -71,18 +71,20 @@ def candidate_memory(work: Workload, load: SectionLoad, c: Candidate) -> RankMem
     return memory_on_rank(work, load, c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches)
 
 
-def stage_in_flight_limit(work: Workload, load: SectionLoad, c: Candidate, stage: int) -> int:
+def stage_in_flight_limit(
+    work: Workload, load: SectionLoad, c: Candidate, stage: int, others: int = 0
+) -> int:
     """Number of micro-batches that pipeline stage `stage` may hold: its part of up to
     `IN_FLIGHT_PER_STAGE * pp` micro-batches on its rank where memory allows, at least what `least_in_flight`
     says.
 
-    `load` is that of a rank of the stage.
+    `load` is that of a rank of the stage, `others` the bytes of other sections on it.
     """
     rank, device = candidate_memory(work, load, c), work.cluster.device
     least, most = least_in_flight(c.pp, c.chunks, stage), IN_FLIGHT_PER_STAGE * c.pp
     if c.chunks == 1:
-        return next((n for n in range(most, least, -1) if rank.fits_device(n, device)), least)
-    free_bytes = max(0, device.usable_memory - rank.fixed - rank.gradients)
+        return next((n for n in range(most, least, -1) if rank.fits_device(n, device, others)), least)
+    free_bytes = max(0, device.usable_memory - others - rank.fixed - rank.gradients)
     room = divide_in_flight_room(c.shape, stage, free_bytes, rank.largest_sample // c.chunks)
     part = load.stages.held[stage] / load.stages.layers
     room -= int(rank.kept_between * part)

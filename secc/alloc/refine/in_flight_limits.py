@@ -38,10 +38,11 @@ def in_flight_limit(
         return InFlightLimit()
     same_group = [(s, i) for s, i in assignment.choice.items() if group[s] == group[section]]
     feeds_other_ranks = any(e.src == section and group[e.dst] != group[section] for e in asked.edges)
+    others = value.memory[group[section]] - (c.memory_ahead if feeds_other_ranks else c.memory)
     count = (
         c.in_flight
         if feeds_other_ranks
-        else stage_in_flight_limit(work_on_kind, load, c, stage)
+        else stage_in_flight_limit(work_on_kind, load, c, stage, others)
         if c.pp > 1
         else 0
     )
@@ -54,7 +55,6 @@ def in_flight_limit(
     ):
         # The section does all forwards first (`SectionGraph.runs_ahead`), as far as bytes allow.
         count = work_on_kind.global_batch
-    others = value.memory[group[section]] - (c.memory_ahead if feeds_other_ranks else c.memory)
     holders = sum(
         group[s] == group[section] and load.mode != "forward" for s, load in work_on_kind.loads.items()
     )

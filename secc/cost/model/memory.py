@@ -66,10 +66,11 @@ class RankMemory(NamedTuple):
         """Bytes in host memory with `in_flight` micro-batches between forward and backward."""
         return self.host + in_flight * self.host_activation
 
-    def fits_device(self, in_flight: int, device: Device) -> bool:
-        """Whether `in_flight` micro-batches fit into a device's memory, and into its part of its host's."""
+    def fits_device(self, in_flight: int, device: Device, others: int = 0) -> bool:
+        """Whether `in_flight` micro-batches fit into a device's memory, in addition to `others` bytes of
+        other sections, and into its part of its host's."""
         fits_host = not self.host_activation or self.host_bytes(in_flight) <= device.usable_host_memory
-        return fits_host and self.total_bytes(in_flight) <= device.usable_memory
+        return fits_host and self.total_bytes(in_flight) + others <= device.usable_memory
 
     @property
     def fixed(self) -> int:
