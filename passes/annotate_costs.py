@@ -61,3 +61,5 @@ def write_subgroup_costs(section: SectionOp, subgroups: Iterable[SubgroupCost], 
         "subgroup_saved": strings_attr(s.cost.saved for s in found),
         "subgroup_bytes": int_attr(most_bytes),
     }
+    if any(s.cost.kept_between for s in found):
+        section.attributes["subgroup_kept_between"] = strings_attr(s.cost.kept_between for s in found)

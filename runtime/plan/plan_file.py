@@ -734,8 +734,6 @@ def _check_section(plan: Plan, section: Section, symbols: set[str], optional_key
         for name in _COST_EXPRESSIONS:
             text = getattr(cost, name)
             _check_symbols([text] if text else [], symbols, f"{place}.{key}.{name}")
-    if section.cp_per == "micro_batch" and section.weight_permille:
-        raise MalformedValue("expected no split backward with micro_batch", f"{place}.cp_per")
     degrees = [s.ranks for s in section.subgroups]
     if degrees != sorted(set(degrees)) or any(mesh.cp % n or n == mesh.cp for n in degrees):
         message = f"expected ascending divisors of cp {mesh.cp} below it, got {degrees}"

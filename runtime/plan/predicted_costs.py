@@ -340,20 +340,31 @@ class PredictedCosts:
     def split_backwards(self, section: Section, micro_batches: Sequence[Sequence[int]]) -> SplitBackwards:
         """Returns what a split backward adds to each micro-batch. One that would exceed the section's byte
         budget between its parts runs its backward whole."""
-        text = section.cost.kept_between
-        if not section.room_bytes or not section.weight_permille or not text:
+        if not section.room_bytes or not section.weight_permille or not section.cost.kept_between:
             return SplitBackwards()
-        if all(len(samples) == 1 for samples in micro_batches):
-            of_sample = self._evaluate_for_samples(text)
-            between = [of_sample[p] for (p,) in micro_batches]
-        else:
-            columns = self.micro_batch_columns(micro_batches)
-            between = evaluate_expr_columns(text, columns, len(micro_batches))
+        between = self.bytes_between_parts(section, micro_batches)
         kept = map(int.__add__, self.saved_bytes(section, micro_batches), between)
         whole = [i for i, size in enumerate(kept) if size > section.room_bytes]
         for i in whole:
             between[i] = 0
         return SplitBackwards(between, frozenset(whole))
+
+    def bytes_between_parts(self, section: Section, micro_batches: Sequence[Sequence[int]]) -> list[int]:
+        """Returns the bytes that each micro-batch keeps in addition between the parts of a split backward, of
+        a dealt one those of the part that keeps most."""
+        text = section.cost.kept_between
+        if all(len(samples) == 1 for samples in micro_batches):
+            of_sample = self._evaluate_for_samples(text)
+            return [of_sample[p] for (p,) in micro_batches]
+        columns = self.micro_batch_columns(micro_batches)
+        between = evaluate_expr_columns(text, columns, len(micro_batches))
+        of_subgroup = {s.ranks: s.cost.kept_between for s in section.subgroups}
+        for i, dealt in enumerate(self.price_dealt(section, micro_batches)):
+            if dealt is not None:
+                parts = [p for p in self._deal_in_turns(section, dealt.ranks, micro_batches[i]) if p]
+                columns = self.micro_batch_columns(parts)
+                between[i] = max(evaluate_expr_columns(of_subgroup[dealt.ranks], columns, len(parts)))
+        return between
 
     def saved_bytes_of_samples(self, cost: Cost) -> list[int]:
         """Returns the bytes that each sample keeps as a micro-batch of its own in a section of this cost."""

@@ -505,7 +505,7 @@ class _StepExecution:
         with self.during_compute(i), backward_context(live.draws), accumulating:
             whole = i.micro in self.step.schedule.whole_backwards.get(i.section, ())
             if self.engine.splits_backward[i.section] and not whole:
-                live.weight_backward = split_backward(roots, list(live.edge_leaves.values()))
+                live.weight_backward = split_backward(roots, self.computed_leaves(live))
             elif roots:
                 torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
             if norms is not None:
@@ -569,6 +569,13 @@ class _StepExecution:
             for layout in [self.layouts[name]]
             if name in gradients and out.requires_grad
         ]
+
+    def computed_leaves(self, live: _InFlightMicroBatch) -> list[torch.Tensor]:
+        """Returns the leaves that this rank computed from: of a dealt micro-batch those of its part."""
+        if live.part is None:
+            return list(live.edge_leaves.values())
+        whole = (leaf for name, leaf in live.edge_leaves.items() if self.layouts[name].is_whole)
+        return [*whole, *live.part.edge_leaves.values()]
 
     def join_leaf_gradients(self, i: Instruction, live: _InFlightMicroBatch, part: _OwnPart) -> None:
         """Gives the leaves of a dealt micro-batch their gradients, joined from the parts that the ranks

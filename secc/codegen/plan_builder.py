@@ -268,10 +268,11 @@ def _section_cost(op: SectionOp) -> schema.Cost:
 
 def _subgroup_costs(op: SectionOp) -> tuple[schema.SubgroupCost, ...]:
     names = ("ranks", "forward_ns", "backward_ns", "saved")
-    columns = (attribute_value(op, f"subgroup_{name}", ()) for name in names)
+    columns = [attribute_value(op, f"subgroup_{name}", ()) for name in names]
+    between = attribute_value(op, "subgroup_kept_between", ("",) * len(columns[0]))
     return tuple(
-        schema.SubgroupCost(ranks, schema.Cost(forward_ns, backward_ns, saved=saved))
-        for ranks, forward_ns, backward_ns, saved in zip(*columns, strict=True)
+        schema.SubgroupCost(ranks, schema.Cost(forward_ns, backward_ns, saved=saved, kept_between=kept))
+        for ranks, forward_ns, backward_ns, saved, kept in zip(*columns, between, strict=True)
     )
 
 

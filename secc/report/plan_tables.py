@@ -152,6 +152,7 @@ _LAYER_PIECES = {
     "one": "one piece of layers on a rank",
     "loop": "two in a loop",
     "v": "two in a V",
+    "split": "one piece and a split backward",
 }
 
 

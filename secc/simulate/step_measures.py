@@ -260,11 +260,11 @@ class _HeldBytes:
 
     def _bytes_between(self, section: str, micro: int) -> int:
         """Bytes that a micro-batch keeps in addition between the parts of a split backward."""
-        text, schedule = self.sections[section].cost.kept_between, self.step.schedule
-        if not text or micro in schedule.whole_backwards.get(section, ()):
+        own, schedule = self.sections[section], self.step.schedule
+        if not own.cost.kept_between or micro in schedule.whole_backwards.get(section, ()):
             return 0
         samples = schedule.micro_batches[section][micro].samples
-        return evaluate_expr(text, self.sizes.micro_batch_sizes(samples))
+        return self.sizes.bytes_between_parts(own, [samples])[0]
 
     def _streamed_activation_bytes(self, rank: int) -> int:
         """Bytes of activations on their way to or from host memory: of the largest micro-batch, as the rank

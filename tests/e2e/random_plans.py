@@ -145,7 +145,7 @@ def _draw_section_pins(rng: random.Random, section: Section, shape: Shape) -> It
         [s for s in ("none", "zero1", "zero2", "zero3") if _may_shard(section, s, split)]
     )
     if shape.cp > 1:
-        chosen["cp_per"] = "micro_batch" if not split and rng.random() < 0.5 else "section"
+        chosen["cp_per"] = rng.choice(("micro_batch", "section"))
     if shape.tp > 1 and rng.random() < 0.25:
         chosen["norms"] = "sequence"
     if shape.tp > 1:

@@ -58,6 +58,11 @@ ROWS: dict[str, list[tuple[int, str]]] = {
         (8, "cp=4 pp=2 micro_batch=1 recompute=selective sharding=zero1"),
         (8, "cp=2 pp=2 dp=2 micro_batch=2 sharding=zero3"),
         (4, "cp=2 pp=2 micro_batch=1 bf16"),
+        (4, "cp=2 pp=2 micro_batch=1 backward=split"),
+        (4, "cp=2 pp=2 micro_batch=1 backward=split bf16 recompute=full"),
+        (8, "cp=4 pp=2 micro_batch=2 backward=split recompute=selective by=2"),
+        (8, "cp=2 pp=2 tp=2 norms=sequence micro_batch=1 backward=split overlap=both sharding=zero1"),
+        (8, "cp=2 pp=2 dp=2 micro_batch=2 backward=split sharding=zero2"),
     ],
     "llama_tail_left": [
         (4, "cp=2 dp=2 sharding=zero2 micro_batch=2"),
@@ -72,6 +77,7 @@ ROWS: dict[str, list[tuple[int, str]]] = {
         (3, "teacher.cp=2 student.dp=1"),
         (6, "teacher.cp=4 student.cp=2 teacher.micro_batch=2 by=2"),
         (5, "teacher.dp=1 student.cp=4 student.sharding=zero3 student.recompute=full by=2"),
+        (5, "teacher.dp=1 student.cp=2 student.pp=2 student.backward=split"),
     ],
     "whisper_padded": [
         (5, "encoder.dp=1 decoder.cp=4 decoder.recompute=full"),
@@ -80,6 +86,7 @@ ROWS: dict[str, list[tuple[int, str]]] = {
     "gemma3": [
         (4, "vision_tower.dp=2 language_model.cp=2 language_model.micro_batch=2"),
         (5, "vision_tower.dp=1 language_model.cp=4 language_model.micro_batch=2 by=2"),
+        (5, "vision_tower.dp=1 language_model.cp=2 language_model.pp=2 language_model.backward=split"),
     ],
     "qwen2_5_vl": [
         (5, "visual.dp=1 language_model.cp=4 language_model.sharding=zero1"),

@@ -276,7 +276,8 @@ def test_pieces_of_layers_that_no_pin_asked_for_train_as_plain_pytorch(
     """The allocation weighs them for GPUs; here for CPUs, to train on them, and whatever they cost."""
     monkeypatch.setattr("secc.passes.allocate.PLAIN_BACKENDS", set())
     monkeypatch.setattr("secc.alloc.refine.interleaved_stages.FIRST_BATCH_MARGIN", 9)
-    monkeypatch.setattr("secc.alloc.refine.interleaved_stages.INTERLEAVING_MARGIN", -9)
+    margins = {"one": 0, "split": 0, "loop": -9, "v": -9}
+    monkeypatch.setattr("secc.alloc.refine.interleaved_stages.MARGINS", margins)
     model = captured("llama_deep")
     made = model.plan_with(
         CompileOptions(cluster="local:2", global_batch=GLOBAL_BATCH, set=_pins("pp=2 micro_batch=1"))

@@ -4,6 +4,8 @@ timeline, above the bounds."""
 from __future__ import annotations
 
 import dataclasses
+import json
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from secc.bounds import traffic as traffic_module
 from secc.bounds.bounds import schedule_bound
 from secc.bounds.traffic import Traffic
+from secc.cluster import parse_cluster
 from secc.cost.model.roofline import OPTIMIZER_MEMORY_PASSES
 from secc.runtime.plan.schema import ModelRef, Shard
 from secc.runtime.schedule.scheduler import schedule_batch, schedule_with_makespan
@@ -117,6 +120,23 @@ def test_gradients_are_summed_in_float32_and_parameters_gathered_as_modules_have
     held = dataclasses.replace(held, sharding="zero1")
     assert (traffic.sum_ns(held), traffic.gather_ns(held)) == (4 * message(2000), message(500 * gathered))
     assert traffic.optimizer_ns(1) == 1000 * moved
+
+
+@pytest.mark.parametrize(
+    ("units", "hidden"),
+    [(("lm.embed", "lm.layers.0", "lm.layers.1"), 2), (("lm",), 2), (("lm.embed",), 0)],
+    ids=["stage", "whole", "outside"],
+)
+def test_a_forward_hides_gathers_of_all_layers_but_one(units, hidden):
+    """Of four equal parameters: an embedding, a norm, and two layers, that are blocks of a stage or lie in
+    the section's block."""
+    p = dataclasses.replace(vlm(replicas=2), cluster=json.loads(parse_cluster("1x4xH100").to_json()))
+    names = ("lm.embed.weight", "lm.norm.weight", "lm.layers.0.up.weight", "lm.layers.1.up.weight")
+    lm = dataclasses.replace(p.sections[1], params=names, units=units, sharding="zero1")
+    table = {name: "float32[1000] train" for name in names}
+    p = dataclasses.replace(p, sections=(p.sections[0], lm), model=ModelRef("", "", table))
+    (found,) = Traffic(p).timed_reductions
+    assert found.open_share == Fraction(4 - max(0, hidden - 1), 4)
 
 
 @given(random_plans(), random_batches, st.sampled_from(["wavefront", "dataset"]))

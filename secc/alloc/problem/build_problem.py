@@ -258,9 +258,7 @@ def _fitting_candidates(
 
 
 def _deals(pins: Pins, section: str, most_dealt: int | None) -> bool:
-    """Whether candidates of a section with cp deal their micro-batches; none does with a split backward."""
-    if pins.splits_backward(section):
-        return False
+    """Whether candidates of a section with cp deal their micro-batches."""
     is_pinned = "cp_per" in pins.words.get(section, {})
     return pins.deals_micro_batches(section) if is_pinned else most_dealt is not None
 

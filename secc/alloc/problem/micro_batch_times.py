@@ -174,6 +174,8 @@ def subgroup_costs(
         times = micro_batch_time_expressions(work, own, c.dp, c.sharding, c.recompute, span)
         edges = [f"{1 + c.cp // ranks}*({text})" for text in edge_size_expressions(work, load)]
         working = max_expr([text for text in working_expressions(own, c.recompute) if text != "0"] or ["0"])
-        saved = " + ".join([own.cost_under_recompute(c.recompute).saved, working, *edges])
-        found.append(SubgroupCost(ranks, Cost(*times, label=own.label, saved=saved)))
+        held = own.cost_under_recompute(c.recompute)
+        saved = " + ".join([held.saved, working, *edges])
+        between = "" if held.kept_between == "0" else held.kept_between
+        found.append(SubgroupCost(ranks, Cost(*times, label=own.label, saved=saved, kept_between=between)))
     return tuple(found)

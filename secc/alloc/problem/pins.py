@@ -78,16 +78,13 @@ class Pins:
         """Whether a section's stages run backward in two parts: input gradients, then weight gradients
         (zero-bubble schedules).
 
-        Raises UserError for a section that is not pinned to several stages, or deals its micro-batches.
+        Raises UserError for a section that is not pinned to several stages.
         """
         asked = self.words.get(section, {}).get("backward") == "split"
-        stages, deals = self.pinned_number(section, "pp") or 1, self.deals_micro_batches(section)
-        if asked and (stages == 1 or deals):
-            dealt = "its micro-batches are dealt to ranks of cp"
-            reason = "it needs several pipeline stages" if stages == 1 else dealt
+        if asked and (self.pinned_number(section, "pp") or 1) == 1:
             raise UserError(
-                f"{section}.backward=split is impossible: {reason}",
-                remedy=f"set {section}.pp above 1 without cp_per=micro_batch, or leave it out",
+                f"{section}.backward=split is impossible: it needs several pipeline stages",
+                remedy=f"set {section}.pp above 1, or leave it out",
             )
         return asked
 

@@ -84,8 +84,8 @@ def _with_way(work: Workload, section: str, c: Candidate, way: str) -> Candidate
 
 
 def _ways_left(c: Candidate, pinned: Mapping[str, str]) -> list[str]:
-    """The ways that are not that of the candidate, and that pins leave; none with a split backward."""
-    if c.cp == 1 or c.backward_parts > 1:
+    """The ways that are not that of the candidate, and that pins leave."""
+    if c.cp == 1:
         return []
     has_middle = any(c.cp % n == 0 for n in range(2, c.cp))
     ways = [ONE_FOR_ALL, ANY, *([ONE_OR_ALL] if has_middle else [])]

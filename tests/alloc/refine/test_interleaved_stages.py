@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import pytest
+from xdsl.dialects.builtin import StringAttr
 
 from secc.alloc.problem.build_problem import build_problem
 from secc.alloc.problem.pins import Pins, parse_pins
 from secc.alloc.problem.types import Assignment
+from secc.alloc.problem.workload import build_workload
 from secc.alloc.refine import interleaved_stages
 from secc.alloc.refine.interleaved_stages import InterleavedPlan, choose_interleaving
 from secc.alloc.refine.local_search import RefinedPlan
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
+from secc.cluster import parse_cluster
+from secc.ir.analysis.sample_sizes import SAMPLES_ATTRIBUTE, samples_attr
+from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io.module_text import parse_module
 from tests.alloc.explain.test_least_step import staged_problem
+from tests.alloc.problem.test_row_parts import GRAPH
 from tests.alloc.refine.test_local_search import hand_out_ranks
 
 GROUPS = {"vision": "vision", "lm": "lm"}
@@ -42,7 +49,7 @@ def staged_steps(dp: int, ways: tuple[str, ...], pins: Pins) -> tuple[Interleave
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_the_way_with_the_shortest_step_is_chosen(dp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interleaved_stages, "FIRST_BATCH_MARGIN", 1)
-    monkeypatch.setattr(interleaved_stages, "INTERLEAVING_MARGIN", 0)
+    monkeypatch.setattr(interleaved_stages, "MARGINS", dict.fromkeys(interleaved_stages.MARGINS, 0))
     chosen, steps = staged_steps(dp, ("one", "chunks=2", "placement=v"), Pins())
     assert {"one": steps["one"], "loop": steps["chunks=2"], "v": steps["placement=v"]} == chosen.step_ns["lm"]
     c = chosen.problem.sections["lm"][chosen.refined.assignment.choice["lm"]]
@@ -60,9 +67,38 @@ def test_ways_that_are_clearly_longer_on_the_first_batch_are_recorded(
 
 
 def test_small_gains_pins_and_refusals_leave_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interleaved_stages, "INTERLEAVING_MARGIN", 0.9)
+    monkeypatch.setattr(interleaved_stages, "MARGINS", {"one": 0, "loop": 0.9, "v": 0.9})
     chosen, _ = staged_steps(2, ("one",), Pins())
     assert chosen.problem.sections["lm"][0].chunks == 1
     for pins in parse_pins(["lm.chunks=1"], ["lm"]), parse_pins([], ["lm"], ["lm.chunks"]):
         chosen, _ = staged_steps(2, ("one",), pins)
         assert (chosen.step_ns, chosen.refined.evaluated_plans) == ({}, 1)
+
+
+@pytest.mark.parametrize("cp_per", ["section", "micro_batch"])
+def test_stages_with_cp_split_their_backward_where_the_step_is_shorter(
+    cp_per: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interleaved_stages, "FIRST_BATCH_MARGIN", 1)
+    lengths = [1024 * (1 + i % 8) for i in range(64)]
+    text = GRAPH.format(mean=sum(lengths) // len(lengths))
+    graph = graph_of(parse_module(text.replace("layers 1", "layers 24").replace("layers = 1", "layers = 24")))
+    graph.attributes[SAMPLES_ATTRIBUTE] = samples_attr(
+        ["B", "S"], [(frozenset[str](), {"B": 1, "S": n}) for n in lengths]
+    )
+    graph.widths = StringAttr("own")
+    work = build_workload(graph, parse_cluster("1x8xH100"), 64)
+    pins = parse_pins(["lm.cp=2", "lm.pp=4", "lm.dp=1", "lm.micro_batch=1", f"lm.cp_per={cp_per}"], ["lm"])
+    asked = build_problem(work, 8, "auto", pins)
+    evaluator, assignment = PlanEvaluator(work, asked), Assignment({"lm": 0}, {"lm": "lm"})
+    ranks = hand_out_ranks(asked, assignment)
+    won = RefinedPlan(assignment, evaluator.evaluate(assignment, ranks), 0, 1)
+    whole = choose_interleaving(evaluator, won, ranks, pins)
+    assert "split" not in whole.step_ns.get("lm", {})  # as where stages are pinned without cp
+    del pins.numbers["lm"]["pp"]
+    chosen = choose_interleaving(evaluator, won, ranks, pins)
+    steps = chosen.step_ns["lm"]
+    assert steps["one"] == won.evaluation.time_ns and ("loop" in steps) == (cp_per == "section")
+    c = chosen.problem.sections["lm"][0]
+    assert (c.backward, c.cp_per) == ("split" if steps["split"] == min(steps.values()) else "whole", cp_per)
+    assert chosen.refined.evaluation.time_ns == min(steps.values()) < won.evaluation.time_ns
