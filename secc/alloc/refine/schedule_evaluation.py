@@ -478,13 +478,15 @@ class PlanEvaluator:
         self, plan: Plan, order: Order, timeline: _OrderTimeline, batch: BatchSamples
     ) -> dict[str, dict[int, int]]:
         """When the ranks of prefetching sections have computed their part of the next step, assuming that
-        it equals this one; by section and rank."""
+        it equals this one; by section and rank. A micro-batch waits for what other sections compute of its
+        samples, and holds up those after it."""
         ends_by_section: dict[str, dict[int, int]] = {}
         stage_passed: dict[tuple[str, int], int] = {}  # when a micro-batch has left the stage before
+        arrivals: dict[str, dict[int, int]] = defaultdict(dict)  # of samples at later sections
         if not order.prefetchable:
             return {}
         place, costs = {job: i for i, job in enumerate(order.task_order)}, PredictedCosts(plan, batch)
-        for s in (s for s in plan.sections if s.name in order.prefetchable):
+        for s in map(plan.find_section, order.prefetchable):  # producers come first
             free = {rank: timeline.ends[s.name].get(rank, 0) for rank in replica_first_ranks(s)}
             micros, n = order.tables[s.name].micro_batches, order.step_tasks.ranges[s.name]
             prefetched = sorted(order.prefetchable[s.name], key=lambda m: place[n.forward_start + m])
@@ -494,11 +496,21 @@ class PlanEvaluator:
             pipeline = s.user_section_name
             for together in dict.fromkeys(rounds.get((s.name, m), (micros[m],)) for m in prefetched):
                 start = max(
-                    max(free[ranks[m.replica]], stage_passed.get((pipeline, m.index), 0)) for m in together
+                    max(
+                        free[ranks[m.replica]],
+                        stage_passed.get((pipeline, m.index), 0),
+                        *(arrivals[s.name].get(p, 0) for p in m.samples),
+                    )
+                    for m in together
                 )
                 end = start + max(forward_ns[m.index] for m in together)
                 free |= {ranks[m.replica]: end for m in together}
                 stage_passed |= {(pipeline, m.index): end for m in together}
+                for dst in {e.dst for e in plan.edges if e.src == s.name}:
+                    sections = s.user_section_name, plan.find_section(dst).user_section_name
+                    arrived = end + self.message_ns.get(sections, 0)
+                    for p in (p for m in together for p in m.samples):
+                        arrivals[dst][p] = max(arrivals[dst].get(p, 0), arrived)
             ends_by_section[s.name] = free
         return ends_by_section
 

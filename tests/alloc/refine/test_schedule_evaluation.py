@@ -13,19 +13,51 @@ from secc.alloc.problem.build_problem import build_problem
 from secc.alloc.problem.parameter_update import update_times
 from secc.alloc.problem.pins import parse_pins
 from secc.alloc.problem.types import Assignment, Problem
-from secc.alloc.problem.workload import Workload
+from secc.alloc.problem.workload import Workload, build_workload
+from secc.alloc.refine.prefetch_memory import with_prefetch_buffers
 from secc.alloc.refine.schedule_evaluation import Evaluation, EvaluationRequest, PlanEvaluator
 from secc.bounds.traffic import Traffic
+from secc.cluster import GIB, parse_cluster
+from secc.ir.analysis.sample_sizes import SAMPLES_ATTRIBUTE, samples_attr
+from secc.ir.dialect.ops import graph_of
+from secc.ir.text_io.module_text import parse_module
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.parameters.reduction_times import TimedReduction
 from secc.runtime.plan.step_program import SampleMeta, replica_first_ranks
 from secc.runtime.schedule.scheduler import find_candidate
 from secc.simulate.simulator import simulate
+from secc.simulate.steady_state import steady_state_steps
 from tests.alloc.explain.test_least_step import staged_problem
 from tests.alloc.refine.test_local_search import hand_out_ranks
 from tests.simulate.test_clocks import emit_candidate
 
 GROUPS = {"vision": "vision", "lm": "lm"}
+# A frozen tower feeds a frozen teacher, that feeds a student.
+CHAIN = """
+sec.graph "chain" widths "own" {
+  sec.symbol "B" kind "rows" key "x" dim 0
+  sec.symbol "S" kind "width" key "x" dim 1
+  sec.pattern when [] share "1.0" {B = 1, S = 24}
+  sec.block "tower" class "Tower" params 1000 trainable 0
+  sec.block "teacher" class "Teacher" params 1000 trainable 0
+  sec.block "student" class "Student" params 1000 trainable 1000
+  sec.section "tower" mode "forward" when [] blocks ["tower"]
+  sec.section "teacher" mode "forward" when [] blocks ["teacher"]
+  sec.section "student" mode "train" when [] blocks ["student"]
+  sec.case "all" when [] {
+    %x = sec.input "x" : !sec.tensor<[B, S], i64>
+    %a = sec.call "tower" (%x) args "$0" outs [""] in @tower {flops = "4000000000*B*S", ops = 4 : i64}
+      : !sec.tensor<[B, S, 8], f32>
+    %t = sec.call "teacher" (%a) args "$0" outs [""] in @teacher {flops = "8000000000*B*S", ops = 4 : i64}
+      : !sec.tensor<[B, S, 8], f32>
+    %s = sec.call "student" (%x, %t) args "$0, $1" outs [""] in @student {
+      flops = "2000000000*B*S", saved = "32*B*S", ops = 4 : i64} : !sec.tensor<[B, S, 8], f32, grad>
+    %l = sec.glue "aten.sum.default" (%s) args "$0" in @student : !sec.tensor<[], f32, grad>
+    sec.term "loss" (%l) in @student
+    sec.return constant "0.0"
+  }
+}
+"""
 
 
 @pytest.mark.parametrize(
@@ -63,6 +95,30 @@ def test_wide_replicas_sum_gradients_before_sections_that_end_later(
     some = [replace(x, id=i) for i, x in enumerate(some)]
     evaluated_ns, simulated_ns = evaluate_and_simulate(work, asked, assignment, some, monkeypatch)
     assert evaluated_ns == simulated_ns
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_prefetching_sections_wait_for_those_that_feed_them(micro_batch: int) -> None:
+    """The teacher's forwards for the next step wait for the tower's, in large micro-batches long."""
+    graph = graph_of(parse_module(CHAIN))
+    listed = [(frozenset[str](), {"B": 1, "S": 8 + 8 * k % 40}) for k in range(16)]
+    graph.attributes[SAMPLES_ATTRIBUTE] = samples_attr(["B", "S"], listed)
+    work = build_workload(graph, parse_cluster("1x8xH100"), 32)
+    sizes = {"tower": (2, micro_batch), "teacher": (4, 1), "student": (2, 1)}
+    pins = [f"{name}.{pin}" for name, (dp, n) in sizes.items() for pin in (f"dp={dp}", f"micro_batch={n}")]
+    asked = build_problem(work, 8, "apart", parse_pins([*pins, "student.sharding=none"], work.loads))
+    asked = with_prefetch_buffers(asked, work, GIB)
+    assignment = Assignment(dict.fromkeys(asked.sections, 0), {name: name for name in asked.sections})
+    evaluator, ranks = PlanEvaluator(work, asked, GIB), hand_out_ranks(asked, assignment)
+    evaluator.message_ns = {}
+    (batch, *_), chosen = evaluator.batches, {name: cs[0] for name, cs in asked.sections.items()}
+    plan = evaluator._build_plan(assignment, chosen, ranks)
+    samples, schedule = next(iter(steady_state_steps(plan, [batch])))
+    assert schedule.prefetched.keys() == {"tower", "teacher"}
+    evaluated_ns = evaluator.evaluate_batch(assignment, ranks).time_ns
+    ends_ns = evaluated_ns - work.cluster.device.overheads.step_ns(len(batch))
+    # Without parameters in the plan the simulation has no optimizer.
+    assert ends_ns == pytest.approx(simulate(plan, samples, schedule).end, abs=10_000)
 
 
 def evaluate_and_simulate(
