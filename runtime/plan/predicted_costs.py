@@ -391,6 +391,10 @@ class PredictedCosts:
                 ]
         return columns
 
+    def is_sum(self, symbol: str) -> bool:
+        """Whether the value of a symbol in a micro-batch is the sum over its samples, not the maximum."""
+        return next(s.kind for s in self._symbols if s.name == symbol) == "rows"
+
     def join_columns(self, a: SizeColumns, b: SizeColumns) -> dict[str, list[int]]:
         """Returns the symbol values of micro-batches joined row by row: rows of `a` and `b` add up or take
         the maximum. The shorter column ends the result.

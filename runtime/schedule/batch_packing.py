@@ -309,18 +309,20 @@ def _dealt_run_times(
     costs: PredictedCosts, stages: Sequence[Section], section: Section, group: Sequence[int]
 ) -> list[list[int]]:
     """Returns `_run_times` of a section that may deal its micro-batches."""
-    times_by_length, dealt_runs = list[list[int]](), DealtRuns(costs, section, group)
+    most, at_once = min(section.most_samples, len(group)), max(section.mesh.cp, section.micro_batch)
+    lengths = [n for n in range(1, most + 1) if n <= at_once or n % section.mesh.cp == 0]
+    times_by_length, dealt_runs = list[list[int]](), DealtRuns(costs, section, group, lengths)
     longest = 0
-    for length in range(1, min(section.most_samples, len(group)) + 1):
+    for length in lengths:
+        times_by_length += [
+            [INFEASIBLE_NS] * (len(group) - n + 1) for n in range(len(times_by_length) + 1, length)
+        ]
         count = len(group) - length + 1
-        if length > max(section.mesh.cp, section.micro_batch) and length % section.mesh.cp:
-            times_by_length.append([INFEASIBLE_NS] * count)
-            continue
         divided = [INFEASIBLE_NS] * count
         if length == 1:
             divided = _sample_times(costs, section, group)
         elif length <= section.micro_batch:
-            columns = dealt_runs.join_columns(range(length))
+            columns = dealt_runs.run_columns(length)
             divided = list(map(int.__add__, *costs.times_of_columns(section, columns, count)))
             large = exceeds_limits(costs, stages, columns, count)
             divided = [INFEASIBLE_NS if no else ns for ns, no in zip(divided, large, strict=True)]

@@ -9,25 +9,36 @@ its parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 
-from secc.runtime.plan.expr_eval import SizeColumns
+import torch
+
+from secc.runtime.plan.expr_eval import SizeColumns, evaluate_expr_tensor
+from secc.runtime.plan.int_columns import int_tensor
 from secc.runtime.plan.predicted_costs import PredictedCosts, deal_in_turns
 from secc.runtime.plan.schema import Section, SubgroupCost
+from secc.runtime.plan.step_program import owes_backward
 
 INFEASIBLE_NS = 1 << 62  # time of a run of samples that does not fit into memory
+
+LENGTHS_AT_ONCE = 8  # lengths of runs for which parts are priced together
 
 TimeColumns = tuple[list[int], list[int]]  # ns of forward and backward
 
 
 class DealtRuns:
-    """The runs of `group`, positions of samples, as micro-batches of a section that may deal them."""
+    """The runs of `group`, positions of samples, as micro-batches of a section that may deal them; of the
+    `lengths`, in ascending order, that will be asked for."""
 
-    def __init__(self, costs: PredictedCosts, section: Section, group: Sequence[int]) -> None:
-        self.costs, self.section, self.group = costs, section, group
+    def __init__(
+        self, costs: PredictedCosts, section: Section, group: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        self.costs, self.section, self.group, self.lengths = costs, section, group, lengths
         self.single = {name: [column[p] for p in group] for name, column in costs.sample_columns.items()}
+        self._tensors = {name: int_tensor(column) for name, column in self.single.items()}
+        self._joined: tuple[int, SizeColumns] = 1, self.single  # the columns of the runs of one length
         self.stages = costs.stages_of(section)
         self.at = [s.name for s in self.stages].index(section.name)
         self.kinds = [_SubgroupRuns(self, k) for k in range(len(section.subgroups))]
@@ -51,7 +62,7 @@ class DealtRuns:
             ]
             best = list(map(min, best, total))
         if 1 < length <= self.section.micro_batch:
-            columns = self.join_columns(range(length))
+            columns = self.run_columns(length)
             divided = [map(int.__add__, *self.costs.times_of_columns(s, columns, count)) for s in self.stages]
             own = [
                 ns if least < sum(all_ranks) else INFEASIBLE_NS
@@ -59,12 +70,22 @@ class DealtRuns:
             ]
         return own
 
-    def join_columns(self, distances: Sequence[int]) -> SizeColumns:
-        """Returns the symbol values of the micro-batches with a sample at each of these distances from their
-        first one, `distances[0]` being 0, by place of the first one in the group."""
-        joined: SizeColumns = self.single
-        for d in distances[1:]:
-            joined = self.costs.join_columns(joined, {n: column[d:] for n, column in self.single.items()})
+    def run_columns(self, length: int) -> SizeColumns:
+        """Returns the symbol values of the runs of `length` samples, lengths in ascending order."""
+        for last in range(self._joined[0], length):
+            following = {name: column[last:] for name, column in self.single.items()}
+            self._joined = last + 1, self.costs.join_columns(self._joined[1], following)
+        return self._joined[1]
+
+    def join_parts(self, parts: Sequence[tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """Returns the symbol values of parts with a sample at each of these distances from their first one,
+        the first distance being 0: by place of the first one in the group, one part behind the other."""
+        count, joined = len(self.group), dict[str, torch.Tensor]()
+        places = [int_tensor(part)[:, None] + torch.arange(count - part[-1]) for part in parts]
+        for name, column in self._tensors.items():
+            values = (column[at] for at in places)
+            is_sum = self.costs.is_sum(name)
+            joined[name] = torch.cat([v.sum(0) if is_sum else v.amax(0) for v in values])
         return joined
 
 
@@ -79,6 +100,8 @@ class _SubgroupRuns:
         self.places = [order[p] for p in runs.group]
         self.period = _period(self.places)
         self.part_times: dict[tuple[int, ...], list[TimeColumns]] = {}
+        # by the length of runs that are dealt in turns, the parts of a run from each of the first places
+        self.parts: dict[int, list[list[list[int]]]] = {}
         # by stage, what the slowest sample takes of each run of `_length` samples
         self._length, self._slowest = 1, self._price_parts((0,))
 
@@ -109,14 +132,13 @@ class _SubgroupRuns:
     def _slowest_parts(self, length: int) -> list[TimeColumns]:
         runs = len(self.places) - length + 1
         found: list[TimeColumns] = [([0] * runs, [0] * runs) for _ in self.subgroups]
-        parts_by_first: list[list[list[int]]] = []
-        for first in range(min(self.period, runs)):
-            order = sorted(range(length), key=self.places[first : first + length].__getitem__)
-            parts_by_first.append([sorted(part) for part in deal_in_turns(order, self.count) if part])
-        distances = [[tuple(d - part[0] for d in part) for part in parts] for parts in parts_by_first]
-        self._price_new_parts({own for listed in distances for own in listed})
-        for first, (parts, listed) in enumerate(zip(parts_by_first, distances, strict=True)):
-            priced = [self.part_times[own] for own in listed]
+        if length not in self.parts:
+            following = [n for n in self.runs.lengths if n >= length and self.deals_in_turns(n)]
+            self.parts |= {n: self._deal(n) for n in following[:LENGTHS_AT_ONCE]}
+            by_first = [parts for n in following[:LENGTHS_AT_ONCE] for parts in self.parts[n]]
+            self._price_new_parts({_distances(part) for parts in by_first for part in parts})
+        for first, parts in enumerate(self.parts[length]):
+            priced = [self.part_times[_distances(part)] for part in parts]
             for stage, columns in enumerate(found):
                 for way, column in enumerate(columns):
                     column[first :: self.period] = map(
@@ -127,6 +149,15 @@ class _SubgroupRuns:
                         ),
                     )
         return found
+
+    def _deal(self, length: int) -> list[list[list[int]]]:
+        """Returns the parts of a run of `length` samples from each of the first `period` places, as distances
+        from that place."""
+        dealt: list[list[list[int]]] = []
+        for first in range(min(self.period, len(self.places) - length + 1)):
+            order = sorted(range(length), key=self.places[first : first + length].__getitem__)
+            dealt.append([sorted(part) for part in deal_in_turns(order, self.count) if part])
+        return dealt
 
     def _price_parts(self, distances: tuple[int, ...]) -> list[TimeColumns]:
         """Returns the ns of parts with samples at these distances by stage, by the place of the first one;
@@ -145,8 +176,7 @@ class _SubgroupRuns:
         if not (several := [own for own in new if len(own) > 1]):
             return
         counts = [len(self.places) - own[-1] for own in several]
-        columns = [self.runs.join_columns(own) for own in several]
-        joined = {name: [*chain.from_iterable(c[name] for c in columns)] for name in columns[0]}
+        joined = self.runs.join_parts(several)
         priced = [self._price_columns(*stage, joined, sum(counts)) for stage in stages]
         for own, end, count in zip(several, accumulate(counts), counts, strict=True):
             self.part_times[own] = [
@@ -162,23 +192,24 @@ class _SubgroupRuns:
         ]
 
     def _price_columns(
-        self, stage: Section, subgroup: SubgroupCost, columns: SizeColumns, count: int
+        self, stage: Section, subgroup: SubgroupCost, columns: Mapping[str, torch.Tensor], count: int
     ) -> TimeColumns:
         """Returns the ns of `count` parts of several samples."""
-        own = replace(stage, cost=subgroup.cost)
-        forward, backward = self.costs.times_of_columns(own, columns, count)
-        saved = self.costs.saved_bytes_of_columns(own, columns, count)
-        forward = [
-            ns if size <= stage.subgroup_bytes else INFEASIBLE_NS
-            for ns, size in zip(forward, saved, strict=True)
-        ]
+
+        def evaluate(text: str) -> torch.Tensor:
+            return evaluate_expr_tensor(text, columns, count, INFEASIBLE_NS)
+
+        cost = subgroup.cost
+        too_large = evaluate(cost.saved or "0") > stage.subgroup_bytes
         if stage.micro_batch_tokens:
-            tokens = self.costs.token_counts(stage, columns, count)
-            forward = [
-                ns if n <= stage.micro_batch_tokens else INFEASIBLE_NS
-                for ns, n in zip(forward, tokens, strict=True)
-            ]
-        return forward, backward
+            too_large |= evaluate(stage.token_count) > stage.micro_batch_tokens
+        forward = evaluate(cost.forward_ns).masked_fill(too_large, INFEASIBLE_NS)
+        return forward.tolist(), evaluate(cost.backward_ns if owes_backward(stage) else "0").tolist()
+
+
+def _distances(part: Sequence[int]) -> tuple[int, ...]:
+    """Returns the distances of a part's samples from its first one."""
+    return tuple(d - part[0] for d in part)
 
 
 def _period(places: Sequence[int]) -> int:

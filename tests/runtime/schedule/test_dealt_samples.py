@@ -188,7 +188,7 @@ def test_runs_cost_what_each_of_them_costs_as_a_micro_batch(
         half = len(group) - len(group) // 2
         long, short = group[:half], group[half:][::-1]
         group = [x for pair in zip(long, [*short, None], strict=False) for x in pair if x is not None]
-    runs = DealtRuns(costs, section, group)
+    runs = DealtRuns(costs, section, group, range(1, len(group) + 1))
     for length in range(1, len(group) + 1):
         one_by_one = costs.price_dealt(
             section, [tuple(group[i : i + length]) for i in range(len(group) - length + 1)]
