@@ -27,6 +27,7 @@ from tools.census.row_processes import Limits, run_rows
 from tools.census.rows import rows
 from tools.census.small_configs import small_config
 from tools.census.table import read_table, write_table
+from tools.census.verdicts import RIGHT_REFUSALS, UNBUILT
 
 QUICK = ("causal/gpt2", "masked/albert", "hidden-states/clip_text_model")
 SAMPLE = 40
@@ -174,3 +175,11 @@ def test_sizes_of_dropout_in_lists_are_silent() -> None:
 def test_keys_are_lined_up_along_their_last_dim() -> None:
     rows = [{"x": torch.ones(3, 2, 4 * n)} for n in (1, 2)]
     assert Batching(lined_up=frozenset({"x"})).collate(rows)["x"].shape == (3, 2, 12)
+
+
+def test_every_published_refusal_has_been_looked_into() -> None:
+    table = read_table()
+    refused = {n for n, r in table.items() if r.row.outcome is Outcome.REFUSED}
+    unbuilt = {n for n, r in table.items() if r.row.outcome is Outcome.NOT_BUILT}
+    assert refused <= RIGHT_REFUSALS.keys()
+    assert unbuilt <= UNBUILT.keys()

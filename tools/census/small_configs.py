@@ -299,6 +299,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "backbone_config": _RESNET,
         "encoder_in_channels": [16, 32, 32],
     },
+    "inkling_vision": {"num_hidden_layers": 4},
     "gemma3n_vision": {"architecture": "test_convnext", "hidden_size": 64},
     "gemma3n": {"vision_soft_tokens_per_image": 1},
     "fast_vlm": {"vision_config": _timm("test_convnext", 64, in_chans=3)},

@@ -11,8 +11,11 @@ from pathlib import Path
 from tools.census.results import StoredResult
 from tools.census.row_check import RUNS_EXACT, Outcome, RowResult
 from tools.census.rows import rows as known_rows
+from tools.census.verdicts import RIGHT_REFUSALS, UNBUILT
 
 DOCS = Path("docs")
+MOST_COMMITS = 6  # that the page counts rows of
+MESSAGE = 240  # letters of a message on the page
 _TRAINED = (Outcome.EXACT, Outcome.REFUSED, Outcome.FAILED)
 _MEANINGS = {
     Outcome.EXACT: "loss within 1e-6, every gradient within 1e-5 of plain PyTorch, for each input pattern",
@@ -171,10 +174,12 @@ def _page(results: Mapping[str, StoredResult]) -> str:
         + "\n".join(f"| {o.value} | {meaning} |" for o, meaning in _MEANINGS.items())
         + "\n",
     ]
-    for outcome in (Outcome.FAILED, Outcome.REFUSED):
-        parts.append(
-            _cause_table(f"## {outcome.value.capitalize()}", [r for r in rows if r.outcome is outcome])
-        )
+    parts += [
+        _cause_table("Failed", rows, Outcome.FAILED),
+        _cause_table("Refused", rows, Outcome.REFUSED, RIGHT_REFUSALS, "why that is right"),
+        _cause_table("Not built", rows, Outcome.NOT_BUILT, UNBUILT, "why"),
+        _cause_table("No model in plain PyTorch", rows, Outcome.NO_MODEL),
+    ]
     return "\n".join(parts)
 
 
@@ -184,12 +189,15 @@ def _commits(results: Mapping[str, StoredResult]) -> str:
     if len(commits) < 2:
         return "All rows were run on one commit."
     commit, count = commits.most_common(1)[0]
+    others = len(results) - sum(n for _, n in commits.most_common(MOST_COMMITS))
     outcomes = [r.row.outcome for r in results.values() if r.versions["commit"] == commit]
     trained = [o for o in outcomes if o in _TRAINED]
     exact = sum(o is Outcome.EXACT for o in trained)
     return (
         f"{count} rows were run on commit {commit} ({exact} of {len(trained)} that plain PyTorch trains are "
-        f"exact), the others on {len(commits) - 1} other commits, which the JSON names."
+        f"exact), {', '.join(f'{n} on {c}' for c, n in commits.most_common(MOST_COMMITS)[1:])}"
+        + (f", {others} on {len(commits) - MOST_COMMITS} others" if others else "")
+        + "; the JSON names the commit of each row."
     )
 
 
@@ -204,17 +212,38 @@ def _family_table(rows: Sequence[RowResult]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cause_table(title: str, rows: Sequence[RowResult]) -> str:
-    """Rows with one cause share a line."""
-    if not rows:
-        return f"{title}\n\nNone.\n"
-    causes = defaultdict[tuple[str, str], list[str]](list)
+def _cause_table(
+    title: str,
+    rows: Sequence[RowResult],
+    outcome: Outcome,
+    reasons: Mapping[str, str] | None = None,
+    reason_title: str = "",
+) -> str:
+    """A section of the rows with one outcome; those with one cause share a line. `reasons` of rows have a
+    column of their own."""
+    causes = defaultdict[tuple[str, str, str], list[str]](list)
     for row in rows:
-        causes[row.message[:200], _place(row)].append(row.name)
-    lines = [title, "", "| rows | message | place |", "| --- | --- | --- |"]
-    for (message, place), names in sorted(causes.items(), key=lambda c: -len(c[1])):
-        lines.append(f"| {', '.join(names)} | {_cell(message)} | {_cell(place)} |")
+        if row.outcome is outcome:
+            reason = (reasons or {}).get(row.name, "not looked into yet")
+            causes[_first_words(row.message), _place(row), reason].append(row.name)
+    if not causes:
+        return f"## {title}\n\nNone.\n"
+    columns = ["rows", "message"]
+    columns += ["place"] if any(place for _, place, _ in causes) else []
+    columns += [reason_title] if reasons else []
+    lines = [f"## {title}", "", f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+    for (message, place, reason), names in sorted(causes.items(), key=lambda c: -len(c[1])):
+        cells = [", ".join(names), message]
+        cells += [place] if "place" in columns else []
+        cells += [reason] if reasons else []
+        lines.append(f"| {' | '.join(map(_cell, cells))} |")
     return "\n".join(lines) + "\n"
+
+
+def _first_words(message: str) -> str:
+    """The start of a message, up to the end of a word."""
+    whole = message.removeprefix("RecipeError: ")
+    return whole if len(whole) <= MESSAGE else whole[:MESSAGE].rpartition(" ")[0] + " …"
 
 
 def _cell(text: str) -> str:

@@ -126,6 +126,8 @@ def _whole_images(names: set[str], config: Any) -> Iterator[tuple[str, Draw]]:
     yield "images", images_of(channels, height, width)
     yield "image tiles", images_of(2, channels, height, width)
     yield "clips, channels last", drawn("pixel_values", 1, 2, height, width, channels)
+    patch = int(config_value(config, "patch_size", default=PATCH))
+    yield "clips of patches", drawn("pixel_values", 4, 2, patch, patch, channels)
 
 
 def _sound_forms(names: set[str], config: Any, model: nn.Module) -> Iterator[Modality]:
