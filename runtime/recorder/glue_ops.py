@@ -40,11 +40,11 @@ _VALUE_OPS = (
 _FILL_OPS = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
 _SCATTER_OPS = (aten.slice_scatter.default, aten.select_scatter.default)
 _MAX_FILLED_ENTRIES = 1 << 20  # larger filled tensors are not worth their memory
-_UNKNOWN_VALUE_ERRORS = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
+_UNKNOWN_VALUE_ERRORS = {  # what an op does with values that are not known
+    DataDependentOutputException: "it gives Python a number",
+    DynamicOutputShapeException: "they decide the size of its result",
+    UnsupportedOperatorException: "it cannot run without values",
+}
 _COMPUTE_INSIDE_MODULE_REMEDY = (
     "compute it inside one of the model's modules or a function at the top level of a file, or from the "
     "inputs alone"
@@ -123,10 +123,10 @@ class OpExecutor:
             return self._write_unknown(func, args, kwargs, targets)
         try:
             return self._run_op(func, args, kwargs)
-        except _UNKNOWN_VALUE_ERRORS as error:
+        except tuple(_UNKNOWN_VALUE_ERRORS) as error:
+            why = _UNKNOWN_VALUE_ERRORS.get(type(error), type(error).__name__)
             self._fail(
-                f"{func} needs values that depend on a block's result ({type(error).__name__})",
-                _COMPUTE_INSIDE_MODULE_REMEDY,
+                f"{func} needs values that depend on a block's result ({why})", _COMPUTE_INSIDE_MODULE_REMEDY
             )
 
     def _write_unknown(self, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:

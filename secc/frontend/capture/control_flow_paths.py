@@ -18,6 +18,7 @@ from secc.errors import UserError
 from secc.runtime.model.nested_batch import KEY_SEPARATOR, argument_of_key
 from secc.runtime.plan.schema import EACH_SUFFIX
 from secc.runtime.recorder import Recording, is_read_node
+from secc.runtime.recorder.outline import recorded_glue
 
 aten = torch.ops.aten
 _CUTS = (aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int)
@@ -214,6 +215,9 @@ def _called_with(node: fx.Node) -> str:
 
 
 def _format_node(node: fx.Node) -> str:
+    if node.target is recorded_glue:
+        block, _, argument = str(node.args[0]).partition(":")
+        return f"{argument} of {block}"
     name = (
         f"read {node.meta['read'][0]}"
         if is_read_node(node)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import fx
 
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
@@ -15,7 +16,8 @@ from secc.frontend.capture.code_blocks import PartTries
 from secc.frontend.capture.control_flow_paths import ObservedRecording, find_first_difference
 from secc.runtime.model.nested_batch import flatten_batch
 from secc.runtime.model.user_file import load_model_file
-from secc.runtime.recorder import Recorder
+from secc.runtime.recorder import Recorder, Recording
+from secc.runtime.recorder.outline import recorded_glue
 
 MODELS = Path(__file__).parents[2] / "models"
 
@@ -120,6 +122,16 @@ def test_a_list_with_entries_that_are_worked_on_one_by_one_is_named(tmp_path: Pa
     found = find_first_difference([[ObservedRecording(s, {"B": len(s.graph.nodes)})] for s in seen])
     assert found is not None and found.message.endswith("of the list curves are worked on one by one")
     assert (found.where, found.argument) == ("reader.py:13", "curves")
+
+
+def test_arguments_whose_glue_is_recorded_again_are_named_in_words() -> None:
+    graphs = fx.Graph(), fx.Graph()
+    for graph, argument in zip(graphs, ("corners", "meta"), strict=True):
+        node = graph.call_function(recorded_glue, (f"Loss:{argument}",))
+        node.meta["where"] = "model.py:3"
+    recordings = [[ObservedRecording(Recording(g, {}, {}), {"B": 2})] for g in graphs]
+    found = find_first_difference(recordings)
+    assert found is not None and "(it was corners of Loss, meta of Loss)" in found.to_error().message
 
 
 def test_statements_that_read_a_list_are_tried_first(tmp_path: Path) -> None:
