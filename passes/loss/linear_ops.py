@@ -97,15 +97,16 @@ def state_of_where(ctx: LossContext, op: Computation) -> ValueState | None:
 def state_of_masked_fill(ctx: LossContext, op: Computation) -> ValueState | None:
     """Filling with 0 is linear; other values are not followed."""
     value = get_argument(op, 2, "value")
+    parts = ctx.parts_of(op.operands[0]) if len(op.operands) == 2 else None
     if (
-        len(op.operands) != 2
+        parts is None
         or value != 0
         or ctx.state_of(op.operands[0]) == LocalState()
         or not ctx.is_plain(op.operands[1])
     ):
         return None
     found: list[SumPart] = []
-    for part in ctx.parts_of(op.operands[0]) or ():
+    for part in parts:
         if part.atom is None or (part.summed and ctx.carries_samples(op.operands[1])):
             return None
         found.append(part.with_atom(ctx.pending.rebuild_op(op, {0: part.atom})[0]))
@@ -113,14 +114,14 @@ def state_of_masked_fill(ctx: LossContext, op: Computation) -> ValueState | None
 
 
 def state_of_stack(ctx: LossContext, op: Computation) -> ValueState | None:
-    """Scalars that are stacked keep their own states."""
+    """Scalars that are stacked keep their own states, unless all are local, be they numbers or weights."""
     refs = op.arguments.args[0]
     if not all(
         isinstance(ctx.state_of(o), LocalState | SumState) and has_one_entry(tensor_type(o))
         for o in op.operands
     ):
         return None
-    if all(ctx.state_of(o) == LocalState() for o in op.operands):
+    if all(isinstance(ctx.state_of(o), LocalState) for o in op.operands):
         return None
     return StackState(tuple(SumState(ctx.parts_of(op.operands[r.index]) or ()) for r in refs))
 
@@ -135,9 +136,12 @@ def state_of_contraction(ctx: LossContext, op: Computation) -> ValueState | None
     )
     if not gone and are_plain(ctx, [left, right]):
         return None
+    left_parts, right_parts = ctx.parts_of(left), ctx.parts_of(right)
+    if left_parts is None or right_parts is None:  # scalars in a stack
+        return None
     found: list[SumPart] = []
-    for a in ctx.parts_of(left) or ():
-        for b in ctx.parts_of(right) or ():
+    for a in left_parts:
+        for b in right_parts:
             if a.atom is None or b.atom is None or a.summed or b.summed:
                 return None
             atom = ctx.pending.make_glue(

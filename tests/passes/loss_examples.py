@@ -149,6 +149,7 @@ GROUPS = {
         "F.kl_div((y[known] / 2).log_softmax(-1), (t[known] / 2).softmax(-1), reduction='batchmean') * 4",
     ],
     "weights": [
+        "(y @ torch.cat([self.scale.abs()[None] * i for i in range(5)] + [torch.zeros(1)])).square().mean()",
         "(F.mse_loss(y, t, reduction='none').mean((1, 2)) * share).mean()",
         "(F.mse_loss(y, t, reduction='none').mean((1, 2)) * (share / share.sum())).sum()",
         "((y.pow(2).sum(-1) * mask) / mask.sum()).sum()",
@@ -187,6 +188,12 @@ GROUPS = {
 
 # A loss, and what the message says of it.
 REFUSED = {
+    "(y @ torch.stack([y.mean() * i + 1 for i in range(6)])).mean()": (
+        "aten.mv.default is applied to a sum over samples"
+    ),
+    "(torch.stack([y.mean(), t.mean()]).masked_fill(torch.tensor([True, False]), 0.0)).sum()": (
+        "aten.masked_fill.Scalar is applied to a sum over samples"
+    ),
     "torch.linalg.vector_norm(y - t)": "aten.linalg_vector_norm.default is taken over samples",
     "torch.dist(y, t)": "aten.linalg_vector_norm.default is taken over samples",
     "F.mse_loss(y, t).sqrt()": "aten.sqrt.default is applied to a sum over samples",

@@ -195,7 +195,9 @@ def first_of_sizes(row: ModelRow, make: Callable[[ModelRow], RowEntry]) -> RowEn
                 made if sizes is Sizes.ALL else replace(made, inputs=f"{made.inputs}; small: {sizes.value}")
             )
     assert first is not None
-    if row.task != "hidden" and "loss" not in inspect.getsource(getattr(T, row.class_name).forward):
+    if row.task not in ("hidden", "base") and "loss" not in inspect.getsource(
+        getattr(T, row.class_name).forward
+    ):
         raise RecipeError(f"{row.class_name}: forward returns no loss that trains") from first
     raise first
 

@@ -242,7 +242,7 @@ def _cause_table(
 
 def _first_words(message: str) -> str:
     """The start of a message, up to the end of a word."""
-    whole = message.removeprefix("RecipeError: ")
+    whole = message.removeprefix("RecipeError: ").removeprefix("RecipeError: ")
     return whole if len(whole) <= MESSAGE else whole[:MESSAGE].rpartition(" ")[0] + " …"
 
 
