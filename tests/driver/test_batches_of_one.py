@@ -26,9 +26,11 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.scale = nn.BatchNorm2d(8).eval(), nn.Parameter(torch.ones(16, 8))
+        self.large = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
-        return (self.norm(x).flatten(2).transpose(1, 2) * self.scale).square().mean()
+        scores = self.norm(x).flatten(2).transpose(1, 2) * self.scale
+        return SHARE * scores.square().mean() + self.large.square()
 
 
 def model():
@@ -42,6 +44,9 @@ def dataset():
 """
 
 
+SMALL_SHARE = 1e-7  # of a loss term, with a gradient of less than 100 tolerances
+
+
 def batch_norm_is_wrong_for_one_sample() -> bool:
     """Whether this PyTorch sums the gradient of a batch norm in eval mode wrongly for one sample."""
     norm, gradient = nn.BatchNorm2d(8).eval(), torch.randn(1, 16, 8)
@@ -51,8 +56,10 @@ def batch_norm_is_wrong_for_one_sample() -> bool:
 
 
 @pytest.mark.skipif(not batch_norm_is_wrong_for_one_sample(), reason="this PyTorch computes it correctly")
-def test_a_wrong_gradient_of_one_sample_is_blamed_on_its_operator(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
+@pytest.mark.parametrize("share", [1.0, SMALL_SHARE])
+def test_a_wrong_gradient_of_one_sample_is_blamed_on_its_operator(share: float, tmp_path: Path) -> None:
+    """Also if it is small next to other gradients: float64 shows that it is no rounding."""
+    (tmp_path / "model.py").write_text(MODEL.replace("SHARE", str(share)))
     compiled = compile_model(tmp_path / "model.py", CompileOptions(cluster="local:1", global_batch=4))
     assert compiled.model is not None
     compiled.write_sections(tmp_path / "plan")
@@ -61,7 +68,8 @@ def test_a_wrong_gradient_of_one_sample_is_blamed_on_its_operator(tmp_path: Path
     with pytest.raises(UserError, match="another gradient than twice in one batch") as error:
         refuse_faults_of_one(compiled, rank, samples, rank.run_reference(samples))
     assert "norm" in error.value.message and "batches of one" in error.value.remedy
-    assert error.value.where == "model.py:11"
+    assert error.value.where == "model.py:12"
+    assert ("in float64, too" in error.value.message) == (share == SMALL_SHARE)
 
 
 COUPLED = """

@@ -26,6 +26,7 @@ RIGHT_REFUSALS: Mapping[str, str] = {
     "hidden-states/autoformer": _MEAN_OF_BATCH,
     "hidden-states/informer": _MEAN_OF_BATCH,
     "hidden-states/time_series_transformer": _MEAN_OF_BATCH,
+    "images/cvt": _BATCH_NORM,
     "images/levit": _BATCH_NORM,
     "tower/levit": _BATCH_NORM,
     "tower/cvt": _BATCH_NORM,
@@ -57,5 +58,6 @@ UNBUILT: Mapping[str, str] = {
     "hidden-states/clvp": "the census draws no speech that its small parts agree about",
     "image-text/molmo2": "the census draws no crops with the places that pool them",
     "prefix/falcon": "peft makes a prefix for each of the queries' heads; Falcon's keys have one head",
+    "tower/imagegpt": "its inputs are tokens of colours, which the census draws for no tower",
     "tower/perceiver": "its inputs are embedded before the tower",
 }
