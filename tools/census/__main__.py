@@ -47,7 +47,7 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, help="train every row on so many ranks; 0: none")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="rows at a time")
-    parser.add_argument("--limit", type=float, default=180, metavar="S", help="processor seconds for a row")
+    parser.add_argument("--limit", type=float, default=400, metavar="S", help="processor seconds for a row")
     parser.add_argument("--memory", type=float, default=6, metavar="GIB", help="memory of a row")
     parser.add_argument("--results", type=Path, default=Path("runs/census.jsonl"), metavar="FILE")
     parser.add_argument(

@@ -37,7 +37,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 class Limits:
     """Of a row: seconds of processor time of all its processes, GiB of data of each."""
 
-    seconds: float = 180.0
+    seconds: float = 400.0
     gib: float = 6.0
 
 
