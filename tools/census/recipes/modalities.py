@@ -186,9 +186,9 @@ def feature_count(model: nn.Module, method: str, draw: Draw) -> Callable[[Sample
             with torch.no_grad():
                 out = ask(**{k: v for k, v in sample.items() if k in accepted or "kwargs" in accepted})
             features = getattr(out, "pooler_output", out)
+            if features is None:  # of each layer that adds some at the places of the tokens
+                _, features = out.deepstack_features[0]
             listed = features if isinstance(features, list | tuple) else [features]
-            if isinstance(listed[0], tuple):  # a layer, and what it adds at the places of the tokens
-                listed = listed[0][1]
             known[key] = sum(math.prod(f.shape[:-1]) for f in listed)
         return known[key]
 
