@@ -145,7 +145,7 @@ class OneRankPlan:
         """Returns loss and gradients of plain PyTorch for one global batch, with the plan's random
         numbers."""
         draws = PlanRandomness(self.model, self.plan.draws, self.plan.symbols).draws_for(self.user, samples)
-        with self._buffer_changes() as changes:
+        with self._kept_changes() as changes:
             result = run_eager(self.model, self._widen(self.user.collate(samples)), draws)
         return dataclasses.replace(result, changes=changes)
 
@@ -242,7 +242,7 @@ class OneRankPlan:
         """Returns loss and gradients of one global batch, in micro-batches of at most `max_samples`
         samples."""
         self.model.zero_grad(set_to_none=True)
-        with self._buffer_changes() as changes:
+        with self._kept_changes() as changes:
             loss = self._execute(samples, max_samples).loss
         loss_value = float(loss) + self.terms_module.CONSTANT
         result = LossAndGradients(loss_value, copy_gradients(self.model), changes)
@@ -250,14 +250,15 @@ class OneRankPlan:
         return result
 
     @contextmanager
-    def _buffer_changes(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yields what is filled at the end with the changes of the model's buffers, by name, where sections
-        take the whole batch and may change them. Gives buffers back their values."""
+    def _kept_changes(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yields what is filled at the end with the changes of the model's buffers and parameters, by name,
+        where sections take the whole batch and may change them. Gives them back their values."""
         changes = dict[str, torch.Tensor]()
         if not any(s.whole_batch for s in self.plan.sections):
             yield changes
             return
         before = {n: (b, b.clone()) for n, b in self.model.named_buffers()}
+        weights = {n: (p, p.data, p.detach().clone()) for n, p in self.model.named_parameters()}
         try:
             yield changes
         finally:
@@ -268,6 +269,10 @@ class OneRankPlan:
                     changes[name] = module.get_buffer(key) - value
                 setattr(module, key, buffer)
                 buffer.data.copy_(value)
+            for name, (parameter, data, value) in weights.items():
+                if not torch.equal(parameter.detach(), value):
+                    changes[name] = parameter.detach() - value
+                    parameter.data = data.copy_(value)
 
     def find_inexact_output(self, samples: Sequence[Mapping[str, Any]], max_samples: int) -> str:
         """Returns the name of a tensor that `metrics()` asks for and that plain PyTorch's forward of all

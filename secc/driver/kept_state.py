@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from secc.driver.changed_weights import WeightChanges, watch_weights
 from secc.errors import UserError
 from secc.runtime.model.item_seeds import seeded_rngs
 from secc.runtime.model.nested_batch import unflatten_batch
@@ -57,12 +58,24 @@ class KeptState:
     where: str
 
 
+@dataclass(frozen=True)
+class ChangedWeight:
+    """A parameter that forward changes: its name, the path of the innermost module that runs then ("" for the
+    whole model), and the line, "" if it is not known."""
+
+    name: str
+    path: str
+    line: str
+
+
 def refuse_kept_state(
     plan: Plan, user: UserModel, model: nn.Module, samples: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raises UserError if the loss of these samples depends on earlier calls of forward. Blocks that take all
     samples of a step at once may keep what they like."""
-    found = find_kept_state(plan, user, model, samples)
+    changed, found = find_kept_state(plan, user, model, samples)
+    if changed is not None:
+        raise _changed_weight_error(plan, user, changed)
     if found is None:
         return
     what = "keeps " + " and ".join(found.names) if found.names else "keeps something"
@@ -82,12 +95,34 @@ def refuse_kept_state(
     )
 
 
+def _changed_weight_error(plan: Plan, user: UserModel, changed: ChangedWeight) -> UserError:
+    """Returns the error for a parameter that forward changes."""
+    every = (block for section in plan.sections for block in section.blocks)
+    block = next((b for b in every if _is_inside(changed.path, b)), "") if changed.path else ""
+    if block:
+        where = f"in {changed.path}, by the batch or by how often it is called"
+        remedy = f"change it after the step, or name --whole-batch {block}, called once in a step"
+    else:
+        where = "between modules"
+        remedy = (
+            "leave weights as they are while the model trains: bound trained ones where they are used, or"
+            " after the step (optimizer() may register a step_post_hook); a teacher that follows the"
+            " student's weights can do so in a module that calls both, named with --whole-batch"
+        )
+    return UserError(
+        f"forward changes the parameter {changed.name} {where}: plain PyTorch does so once in a step, a plan"
+        " calls parts of forward once for each micro-batch, on several ranks",
+        changed.line or user.forward_source_line or str(user.path),
+        remedy,
+    )
+
+
 def find_kept_state(
     plan: Plan, user: UserModel, model: nn.Module, samples: Sequence[Mapping[str, Any]]
-) -> KeptState | None:
-    """Returns what the loss of `samples` depends on that earlier calls have left, outside of blocks that take
-    all samples of a step at once; None if it depends on nothing such, or if forward fails. Values are given
-    back."""
+) -> tuple[ChangedWeight | None, KeptState | None]:
+    """Returns a parameter that forward changes as a plan would not, and what the loss of `samples` depends on
+    that earlier calls have left, both outside of blocks that take all samples of a step at once; None for
+    what is not there, or if forward fails. Values are given back."""
     undivided = [block for section in plan.sections if section.whole_batch for block in section.blocks]
     randomness = PlanRandomness(model, plan.draws, plan.symbols)
     lines = dict[tuple[int, str], str]()
@@ -102,33 +137,72 @@ def find_kept_state(
         if v.owner is not None and any(_is_inside(v.owner, block) for block in undivided)
     ]
 
-    def compute_loss(some: Sequence[Mapping[str, Any]]) -> float:
+    def compute_loss(some: Sequence[Mapping[str, Any]], moved: bool = False) -> tuple[float, WeightChanges]:
         _restore(kept_once)
         draws = randomness.draws_for(user, some)
-        with seeded_rngs(REFERENCE_SEED), forward_context(draws), watch_attributes(note_line):
-            loss = extract_loss(model(**unflatten_batch(user.collate(list(some)))))
-        return float(loss.detach().double())
+        batch = unflatten_batch(user.collate(list(some)))
+        with (
+            watch_weights(model, moved) as changes,
+            seeded_rngs(REFERENCE_SEED),
+            forward_context(draws),
+            watch_attributes(note_line),
+        ):
+            loss = extract_loss(model(**batch))
+            changes.note_results()
+            if moved:
+                model(**batch)
+                changes.note_repeated()
+        return float(loss.detach().double()), changes
 
     try:
+        half = samples[: (len(samples) + 1) // 2]
         with suppress(Exception):  # fewer samples may lack what forward takes for granted
-            compute_loss(samples[: (len(samples) + 1) // 2])
+            compute_loss(half)
         first = _read_values(model, user)
-        losses = [compute_loss(samples)]
+        loss, changes = compute_loss(samples)
+        if changes.places:
+            fewer = None
+            with suppress(Exception):
+                fewer = compute_loss(half, moved=True)[1]
+            changes = compute_loss(samples, moved=True)[1]
+            blocks = [b for section in plan.sections for b in section.blocks if b not in undivided]
+            if (weight := _find_changed_weight(changes, fewer, blocks, undivided)) is not None:
+                return weight, None
         second = _read_values(model, user)
         for value, _ in kept_once:
             second.pop(value.name, None)
-        losses.append(compute_loss(samples))
+        again = compute_loss(samples)[0]
         values = [v for v in _iter_values(model, user) if v.name in second]
         changed = [v for v in values if not _are_equal(v.read(), second[v.name])]
-        if _differ(*losses):
+        if _differ(loss, again):
             other = [v for v in values if not _are_equal(v.read(), first.get(v.name))]
-            return _describe(model, changed or other, lines)
-        read = [v for v in changed if _is_read(v, lambda: compute_loss(samples), losses[0])]
-        return _describe(model, read, lines) if read else None
+            return None, _describe(model, changed or other, lines)
+        read = [v for v in changed if _is_read(v, lambda: compute_loss(samples)[0], loss)]
+        return None, _describe(model, read, lines) if read else None
     except Exception:  # whatever the user's code raises; comparisons with the plan say it
-        return None
+        return None, None
     finally:
         _restore(initial)
+
+
+def _find_changed_weight(
+    changes: WeightChanges, fewer: WeightChanges | None, blocks: Sequence[str], undivided: Sequence[str]
+) -> ChangedWeight | None:
+    """Returns a parameter that forward changes between modules, or in a block by more than its weights: to
+    other values for `fewer` samples, or to other values if it does so twice. Blocks in `undivided` may."""
+    for name, (path, line) in changes.places.items():
+        if path and any(_is_inside(path, block) for block in undivided):
+            continue
+        is_inside = bool(path) and any(_is_inside(path, block) for block in blocks)
+        result = changes.results[name]
+        others = (changes.repeated.get(name), None if fewer is None else fewer.results.get(name))
+        if not is_inside or any(o is not None and not _are_close(o, result) for o in others):
+            return ChangedWeight(name, path, line)
+    return None
+
+
+def _are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return float((a - b).double().norm()) <= LOSS_TOLERANCE * float(b.double().norm())
 
 
 def _read_values(model: nn.Module, user: UserModel) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def test_what_is_kept_and_not_read_is_accepted_and_given_back(tmp_path: Path) ->
     warm = made.model.get_submodule("warm")
     before = warm.calls, float(torch.as_tensor(warm.count))
     samples = made.survey.compose_batches(frozenset())[-1]
-    assert find_kept_state(made.plan, made.user, made.model, samples) is None
+    assert find_kept_state(made.plan, made.user, made.model, samples) == (None, None)
     assert (warm.calls, float(torch.as_tensor(warm.count))) == before
     check_exactness(made, required=True)
 
@@ -106,3 +106,49 @@ def test_what_is_kept_and_not_read_is_accepted_and_given_back(tmp_path: Path) ->
 def test_a_block_that_takes_the_whole_batch_may_count_its_calls(tmp_path: Path) -> None:
     made = make_plan(tmp_path, inside=INSIDE["warm.calls"], whole_batch=("warm",))
     assert check_exactness(made, required=True).plan.checks["patterns"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "self.warm.linear.weight.data = 0.9 * self.warm.linear.weight.data + 0.1 * self.head.weight.data[:8]",
+        "with torch.no_grad(): self.warm.linear.weight.lerp_(self.head.weight[:8], 0.1)",
+        "self.head.bias.data.clamp_(-10, 10)",
+    ],
+)
+def test_a_weight_that_forward_changes_between_modules_is_refused(line: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"forward changes the parameter \S+ between modules"):
+        check_exactness(make_plan(tmp_path, outside=line), required=True)
+
+
+def test_a_weight_that_a_block_moves_in_each_call_is_refused(tmp_path: Path) -> None:
+    line = "self.linear.weight.data.mul_(0.9)"
+    with pytest.raises(UserError, match=r"changes the parameter warm\.linear\.weight in warm") as refused:
+        check_exactness(make_plan(tmp_path, inside=line), required=True)
+    assert "--whole-batch warm" in refused.value.remedy
+    made = make_plan(tmp_path, inside=line, whole_batch=("warm",))
+    assert check_exactness(made, required=True).plan.checks["patterns"]
+
+
+def test_a_block_may_bound_its_weights(tmp_path: Path) -> None:
+    made = make_plan(tmp_path, inside="self.linear.weight.data.clamp_(-0.1, 0.1)")
+    assert made.model is not None
+    before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    samples = made.survey.compose_batches(frozenset())[-1]
+    assert find_kept_state(made.plan, made.user, made.model, samples) == (None, None)
+    assert all(torch.equal(p, before[name]) for name, p in made.model.named_parameters())
+
+
+def test_a_teacher_that_starts_as_its_students_copy_is_seen_to_follow_it(tmp_path: Path) -> None:
+    line = "self.twin.data.lerp_(self.linear.weight.data, 0.1); factor = self.twin.mean()"
+    text = MODEL.format(inside=line, outside="pass").replace(
+        "        self.register_buffer",
+        "        self.twin = nn.Parameter(self.linear.weight.detach().clone(), requires_grad=False)\n"
+        "        self.register_buffer",
+    )
+    (tmp_path / "net.py").write_text(text)
+    with pytest.raises(UserError, match=r"changes the parameter warm\.twin in warm"):
+        check_exactness(
+            compile_model(tmp_path / "net.py", CompileOptions(cluster="local:2", global_batch=8)),
+            required=True,
+        )
