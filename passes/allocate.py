@@ -239,12 +239,13 @@ class Allocate(ModulePass):
 
     def _price_as_dealt(self, solved: SolvedAllocation) -> Problem | None:
         """The problem in which sections with cp deal their samples; None where that is not worth a second
-        allocation: nothing may be dealt, or no sample is much longer than others."""
+        allocation: nothing may be dealt, or no sample is much longer than others. Where dealing is pinned, it
+        is new with host memory only."""
         work, problem = solved.work, solved.problem
         dealing = [
             name
             for name, candidates in problem.sections.items()
-            if "cp_per" not in solved.pins.words.get(name, {})
+            if ("cp_per" not in solved.pins.words.get(name, {}) or self._deals_new(solved, name))
             and any(c.cp > 1 for c in candidates)
             and next(iter(work.loads[name].spread.relative_times), 0) > UNEVEN_PERMILLE
         ]
@@ -253,6 +254,10 @@ class Allocate(ModulePass):
         most = round(MOST_DEALT_RATIO * solved.solution.time_ns * solved.solution.ranks)
         free = work.cluster.device.backend != "cpu"
         return self._build_problem(work, solved.pins, solved.run_ahead, free, most, solved.most_ns)
+
+    def _deals_new(self, solved: SolvedAllocation, section: str) -> bool:
+        """Whether a section that deals by a pin may now use host memory."""
+        return bool(solved.work.offloads) and solved.pins.deals_micro_batches(section)
 
     def solve_closed_form(self, graph: GraphOp) -> SolvedAllocation:
         """The best plan by closed forms. Raises UserError where nothing fits, and for options that are not

@@ -4,6 +4,7 @@ and never where it is pinned otherwise or impossible."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from xdsl.context import Context
@@ -173,3 +174,6 @@ def test_host_memory_is_tried_for_dealt_samples_that_run_again(recompute: str, t
     allocate = Allocate(cluster="1x8xH100", global_batch=len(LONG))
     found = allocate.offer_host_memory(solved, dealt.refined, to_fit=True)
     assert (found is not None and "activations" in found.offloads) == tries
+    assert allocate._price_as_dealt(solved) is None  # it is priced so already, as that is pinned ...
+    if found is not None:  # ... but not with host memory
+        assert allocate._price_as_dealt(replace(solved, work=found)) is not None
