@@ -54,6 +54,7 @@ class UnsplitKind(StrEnum):
     TOO_LARGE = "too_large"
     SMALL = "small"
     READ_BY_OTHER_CODE = "read_by_other_code"
+    TAKEN_FROM_INSIDE = "taken_from_inside"
     SMALL_MODEL_DIFFERS = "small_model_differs"
     EXPERTS_BY_SEQUENCE = "experts_by_sequence"
     EXPERTS_INEXACT = "experts_inexact"
@@ -115,6 +116,7 @@ SENTENCES: dict[UnsplitKind, str] = {
     UnsplitKind.TOO_LARGE: "it is too large to be shown exact during compilation: define small_model()",
     UnsplitKind.SMALL: "it is small",
     UnsplitKind.READ_BY_OTHER_CODE: "its parameter is read by code outside of its forward",
+    UnsplitKind.TAKEN_FROM_INSIDE: "a result from inside of it (attention weights) is returned past it",
     UnsplitKind.SMALL_MODEL_DIFFERS: "the same layer of small_model() is split otherwise",
     UnsplitKind.EXPERTS_BY_SEQUENCE: "with norms=sequence its experts stay whole",
     UnsplitKind.EXPERTS_INEXACT: "no way to split its experts was shown exact",

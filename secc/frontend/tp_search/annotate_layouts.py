@@ -162,9 +162,13 @@ def annotate_layouts(
         layouts = {path: found[path, degrees] for path, _ in layers_to_split(subject.meta, block)}
         if degrees.tp > 1:
             layouts |= _embedding_and_head_layouts(subject.meta, block, ties, degrees.tp)
-        split = [path for path, layout in layouts.items() if layout.shards]
-        for path in find_direct_reads(graph, subject.meta, block, split, subject.samples, whole):
-            layouts[path] = ModuleLayout(unsplit_reasons={"": UnsplitReason(UnsplitKind.READ_BY_OTHER_CODE)})
+        cuts = {path: {s.name for s in layout.shards} for path, layout in layouts.items() if layout.shards}
+        seen = find_direct_reads(graph, subject.meta, block, cuts, subject.samples, whole)
+        for paths, kind in (
+            (seen.taken, UnsplitKind.TAKEN_FROM_INSIDE),
+            (seen.read, UnsplitKind.READ_BY_OTHER_CODE),
+        ):
+            layouts |= {path: ModuleLayout(unsplit_reasons={"": UnsplitReason(kind)}) for path in paths}
         for path, layout in layouts.items():
             _add_layout_op(graph, block, path, degrees, layout)
     return bool(wanted)

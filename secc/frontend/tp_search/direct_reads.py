@@ -1,15 +1,20 @@
-"""Finds modules with parameters that other code reads: a head written as `linear(x, self.embedding.weight)`,
+"""Finds modules that work on parts of what other code sees: parameters that it reads, and results of modules
+inside of them that it takes. Parameters: a head written as `linear(x, self.embedding.weight)`,
 position embeddings taken as `self.positions.weight[:length]`.
 
 Under tensor parallelism a rank has rows of an embedding. The module's own forward is changed to work on them;
 code that reads the parameter itself would compute from a part. So blocks run without values, and every
 operation is looked at that takes such a parameter while its module's forward is not running.
+
+Results: attention weights that transformers collects from within layers (`output_attentions`). A layer is
+shown to be exact by what it returns; what leaves the block past it has the heads of one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -22,12 +27,22 @@ from torch.utils._pytree import tree_leaves
 from secc.cost.counting.example_arguments import NO_SAMPLES, CallExamples, CollatedSamples
 from secc.frontend.tp_search.call_collector import example_sizes, run_call_on_meta
 from secc.ir.dialect.ops import CallOp, GraphOp
+from secc.runtime.recorder.nested_values import iter_tensors
 
 # What is the same of a part and of the whole.
 _PROPERTIES = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("dtype", "device", "requires_grad", "is_meta", "is_cuda", "is_leaf", "layout", "grad_fn")
 )
+
+
+@dataclass(frozen=True)
+class SeenByOthers:
+    """The modules, by path, with parameters that other code reads (`read`), and with results from inside that
+    leave the block past them (`taken`)."""
+
+    read: set[str] = field(default_factory=set[str])
+    taken: set[str] = field(default_factory=set[str])
 
 
 RunModel = Callable[[Callable[[ExitStack], None]], None]  # runs a whole model with weights, being watched
@@ -37,20 +52,21 @@ def find_direct_reads(
     graph: GraphOp,
     meta: nn.Module,
     block: str,
-    paths: list[str],
+    cuts: Mapping[str, Collection[str]],
     samples: CollatedSamples = NO_SAMPLES,
     whole: tuple[nn.Module, RunModel] | None = None,
-) -> set[str]:
-    """Returns those of the modules at `paths`, inside of `block`, that other code of the block reads
-    parameters of; all of them if the block runs in no way.
+) -> SeenByOthers:
+    """Returns those of the modules with `cuts`, inside of `block`, that other code of the block reads
+    parameters of, or takes results from inside of; if the block runs in no way, all of them as read.
 
+    cuts: the names of the parameters that ranks have parts of, within the module, by the module's path.
     meta: the user's model without weights. samples: integers for blocks that read some. whole: the model with
     weights, if it fits on this machine, for blocks that do not run without.
     """
-    paths = [path for path in paths if path != block]
-    if not paths:
-        return set()
-    reads = _ReadObserver({path: meta.get_submodule(path) for path in paths})
+    cuts = {path: names for path, names in cuts.items() if path != block}
+    if not cuts:
+        return SeenByOthers()
+    reads = _ReadObserver({path: meta.get_submodule(path) for path in cuts}, cuts)
     sizes, examples = example_sizes(graph), CallExamples(graph, samples)
     watch = partial(reads.watch_block, meta.get_submodule(block))
     calls = [
@@ -65,21 +81,25 @@ def find_direct_reads(
     ):
         return reads.found
     if whole is None:
-        return set(paths)
+        return SeenByOthers(read=set(cuts))
     model, run = whole
-    reads = _ReadObserver({path: model.get_submodule(path) for path in paths})
+    reads = _ReadObserver({path: model.get_submodule(path) for path in cuts}, cuts)
     run(partial(reads.watch_block, model.get_submodule(block)))
     return reads.found
 
 
 class _ReadObserver(TorchFunctionMode):
     """Notes the modules with parameters that operations take outside of the modules' forwards; a parameter
-    that modules share may be read in the forward of any of them."""
+    that modules share may be read in the forward of any of them. Notes also those with a result of a part
+    with cut parameters that the block returns and they do not."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], cuts: Mapping[str, Collection[str]]) -> None:
         super().__init__()
-        self.found: set[str] = set()
-        self._modules = modules
+        self.found = SeenByOthers()
+        self._modules, self._cuts = modules, cuts
+        # What modules inside of these have returned, by id: the tensor, and the module at whose path it
+        # is in parts, "" if it is whole.
+        self._inner: dict[int, tuple[torch.Tensor, str]] = {}
         self._running: list[str] = []
         self._owners: dict[int, set[str]] = {}  # paths by the parameter's id, while the block runs
 
@@ -89,9 +109,16 @@ class _ReadObserver(TorchFunctionMode):
         hooks = [(block, self._enter_block, self._leave_block)] + [
             (m, partial(self._enter, path), partial(self._leave, path)) for path, m in self._modules.items()
         ]
+        for path, module in self._modules.items():
+            for name, part in module.named_modules():
+                if name:
+                    in_parts = any(cut.startswith(f"{name}.") for cut in self._cuts[path])
+                    note = partial(self._note_results, path if in_parts else "")
+                    stack.callback(part.register_forward_hook(note).remove)
         for module, enter, leave in hooks:
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave).remove)
+        stack.callback(self._inner.clear)
         stack.callback(self._owners.clear)
         stack.enter_context(self)
 
@@ -100,13 +127,23 @@ class _ReadObserver(TorchFunctionMode):
             for parameter in module.parameters():
                 self._owners.setdefault(id(parameter), set()).add(path)
 
-    def _leave_block(self, *_: Any) -> None:
+    def _leave_block(self, _module: nn.Module, _args: Any, out: Any) -> None:
+        for _, tensor in iter_tensors(out):
+            _, path = self._inner.get(id(tensor), (None, ""))
+            self.found.taken.update({path} if path else ())
         self._owners.clear()
+        self._inner.clear()
+
+    def _note_results(self, path: str, _module: nn.Module, _args: Any, out: Any) -> None:
+        for _, tensor in iter_tensors(out):
+            self._inner.setdefault(id(tensor), (tensor, path))
 
     def _enter(self, path: str, *_: Any) -> None:
         self._running.append(path)
 
-    def _leave(self, path: str, *_: Any) -> None:
+    def _leave(self, path: str, _module: nn.Module, _args: Any, out: Any) -> None:
+        for _, tensor in iter_tensors(out):
+            self._inner[id(tensor)] = tensor, ""  # shown to be exact, with the module
         self._running.remove(path)
 
     def __torch_function__(
@@ -117,5 +154,5 @@ class _ReadObserver(TorchFunctionMode):
             for value in tree_leaves((args, kwargs)):
                 owners = self._owners.get(id(value), set[str]()) if isinstance(value, torch.Tensor) else ()
                 if owners and owners.isdisjoint(self._running):
-                    self.found |= owners
+                    self.found.read.update(owners)
         return func(*args, **kwargs)
