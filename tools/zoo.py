@@ -242,9 +242,14 @@ def _reference(compiled: CompiledPlan, model: Path, folder: Path) -> TrainingRes
     eager model."""
     if not compiled.plan.draws:
         return train_in_one_process(model, GLOBAL_BATCH, STEPS, folder / "plain")
-    alone = check_exactness(
-        compile_model(model, CompileOptions(cluster="local:1", global_batch=GLOBAL_BATCH)), required=True
+    given = compiled.options
+    options = CompileOptions(
+        cluster="local:1",
+        global_batch=GLOBAL_BATCH,
+        global_sums=given.global_sums,
+        whole_batch=given.whole_batch,
     )
+    alone = check_exactness(compile_model(model, options), required=True)
     alone.write_plan(folder / "plan_of_one", report_page)
     return train_distributed(folder / "plan_of_one", 1, STEPS, folder / "run_of_one")
 

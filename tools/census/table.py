@@ -45,7 +45,7 @@ hidden states. Where widths of a tower do not fit when all sizes are small, it k
 (`tools/census/small_configs.py`). If a message names an option with which a plan is exact (`--global-sums`,
 `--whole-batch BLOCK`), or fewer ranks, the row is compiled again with it. Adapters need `peft`, denoisers and
 autoencoders `diffusers`, some towers `timm`, one codec `torchaudio`. Every row is a model file
-(`tools/census/rows.py`).
+(`tools/census/rows.py`). Each refusal has been looked into (`tools/census/verdicts.py`).
 """
 
 
