@@ -523,7 +523,14 @@ class UserModel:
             "optimizer(params) gets (name, parameter) pairs; torch.optim takes them as they are, "
             "others need `[p for _, p in params]`"
         )
-        optimizer = self.call_function("optimizer", list(named_params), remedy=remedy)
+        try:
+            optimizer = self.call_function("optimizer", list(named_params), remedy=remedy)
+        except UserError as error:
+            # A rank may have no parameter of some group, which then seems to be one without names.
+            if not isinstance(error.__cause__, ValueError) or "without names" not in str(error.__cause__):
+                raise
+            with _empty_groups_have_names():
+                optimizer = self.call_function("optimizer", list(named_params), remedy=remedy)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UserError(
                 f"optimizer() returns {describe_type(optimizer)}, not a torch.optim.Optimizer",
@@ -793,3 +800,20 @@ def _is_in_nested_list(key: str, argument: str) -> bool:
     """Whether a flat key is of a tensor in a list of lists that is an argument of forward."""
     first, *steps = key.split(KEY_SEPARATOR)
     return first == argument and sum(step.isdecimal() for step in steps) > 1
+
+
+@contextmanager
+def _empty_groups_have_names() -> Iterator[None]:
+    """Lets torch take groups without parameters for groups with names."""
+    add = torch.optim.Optimizer.add_param_group
+
+    def add_named(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group["params"], (list, tuple)) and not param_group["params"]:
+            param_group = {**param_group, "param_names": []}
+        add(self, param_group)
+
+    torch.optim.Optimizer.add_param_group = add_named  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.add_param_group = add  # type: ignore[method-assign]

@@ -284,3 +284,17 @@ def test_a_list_of_lists_is_named_as_what_it_is(tmp_path: Path) -> None:
     ) as refused:
         user.check_batch_keys(["input_ids.0.0", "input_ids.1.0"], [])
     assert "return one list of all samples' tensors" in (refused.value.remedy or "")
+
+
+@pytest.mark.parametrize("bias_first", [False, True])
+def test_groups_of_named_parameters_may_be_empty_on_a_rank(bias_first: bool, write: Write) -> None:
+    groups = ["[(n, p) for n, p in params if p.ndim > 1]", "[(n, p) for n, p in params if p.ndim < 2]"]
+    first, second = reversed(groups) if bias_first else groups
+    text = (
+        f"{MODEL}{DATA}\ndef optimizer(params):\n    params = list(params)\n"
+        f'    return torch.optim.AdamW([{{"params": {first}, "lr": 0.1}}, {{"params": {second}}}])\n'
+    )
+    user = load_model_file(write(text))
+    optimizer = user.build_optimizer(list(user.build_model().named_parameters()))  # a rank without biases
+    assert sorted(group["param_names"] for group in optimizer.param_groups) == [[], ["embed.weight"]]
+    assert torch.optim.Optimizer.add_param_group.__name__ == "add_param_group"
