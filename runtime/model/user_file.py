@@ -140,6 +140,8 @@ class UserModel:
                 self.function_source_line(function),
                 "return the model itself",
             )
+        while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner  # of torch.compile, which has no part in a plan's sections
         named = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
         if (unwritable := next((n for n, _ in named if not _is_writable_text(n)), None)) is not None:
             raise UserError(

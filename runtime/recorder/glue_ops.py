@@ -337,7 +337,7 @@ class GlueRecorder:
         if name is not None:
             self._fail(
                 f"forward changes {name} in place between its modules",
-                "change it inside the module that owns it",
+                "change it after the step, or in a module that --whole-batch names, called once in a step",
             )
 
 

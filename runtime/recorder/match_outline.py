@@ -242,5 +242,8 @@ def _mismatch_error(node: fx.Node) -> UserError:
     if node.target is recorded_glue:
         what, shown = "the argument", node.args[0]
     message = f"forward takes a path that the plan does not have: {what} {shown} differs from every capture"
-    remedy = "let dataset() show such samples earlier, or compile again with more --stats-samples"
+    remedy = (
+        "let one of the first twelve samples with the same inputs take this path (conditions that Python"
+        " reads of values are looked for in these), or decide by tensors (torch.where, a mask)"
+    )
     return UserError(message, node.meta.get("where", ""), remedy)

@@ -140,7 +140,8 @@ def find_pads(
             raise UserError(
                 f"collate() of several samples gives {key!r} of other rows than of each sample alone",
                 where,
-                "keep the samples in order, and let nothing of a sample depend on the others or on chance",
+                "keep the samples in order, and let nothing of a sample depend on the others or on chance"
+                " (random masks belong into dataset(), where each sample has a seed)",
             )
     known_sides = _known_sides(extents, evidence.values())
     preferred = {

@@ -298,3 +298,11 @@ def test_groups_of_named_parameters_may_be_empty_on_a_rank(bias_first: bool, wri
     optimizer = user.build_optimizer(list(user.build_model().named_parameters()))  # a rank without biases
     assert sorted(group["param_names"] for group in optimizer.param_groups) == [[], ["embed.weight"]]
     assert torch.optim.Optimizer.add_param_group.__name__ == "add_param_group"
+
+
+def test_a_compiled_model_is_taken_without_its_wrapper(write: Write) -> None:
+    text = MODEL.replace("return Net()", 'return torch.compile(Net(), backend="eager")')
+    user = load_model_file(write(text + DATA))
+    model = user.build_model()
+    assert type(model).__name__ == "Net" and [n for n, _ in model.named_parameters()] == ["embed.weight"]
+    assert user.forward_names == {"input_ids", "labels", "attention_mask"}
