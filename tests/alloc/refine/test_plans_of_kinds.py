@@ -34,6 +34,7 @@ def test_no_pinned_parts_or_stages_are_better_than_the_free_plan() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("problem", [SMALL, LARGE_ENCODER, MORE_RANKS])
 def test_no_pinned_degree_is_better_than_the_free_plan(
     problem: tuple[tuple[int, int, int], str, int],
