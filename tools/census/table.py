@@ -11,7 +11,7 @@ from pathlib import Path
 from tools.census.results import StoredResult
 from tools.census.row_check import RUNS_EXACT, Outcome, RowResult
 from tools.census.rows import rows as known_rows
-from tools.census.verdicts import RIGHT_REFUSALS, UNBUILT
+from tools.census.verdicts import KNOWN_FAILURES, RIGHT_REFUSALS, UNBUILT
 
 DOCS = Path("docs")
 MOST_COMMITS = 6  # that the page counts rows of
@@ -175,7 +175,7 @@ def _page(results: Mapping[str, StoredResult]) -> str:
         + "\n",
     ]
     parts += [
-        _cause_table("Failed", rows, Outcome.FAILED),
+        _cause_table("Failed", rows, Outcome.FAILED, KNOWN_FAILURES, "what is known"),
         _cause_table("Refused", rows, Outcome.REFUSED, RIGHT_REFUSALS, "why that is right"),
         _cause_table("Not built", rows, Outcome.NOT_BUILT, UNBUILT, "why"),
         _cause_table("No model in plain PyTorch", rows, Outcome.NO_MODEL),
