@@ -117,22 +117,27 @@ def list_sharding_and_recompute(work: Workload, load: SectionLoad, pins: Pins) -
 def list_backward_parts(load: SectionLoad, shape: ReplicaShape, sharding: str, pins: Pins) -> list[int]:
     """In how many parts the stages of a section may run backward, in order of preference among equals.
 
-    A number of stages that the user pins runs whole backwards, as it does elsewhere, unless pinned to split.
-    So do stages with cp, which may deal their micro-batches instead.
+    Stages with cp run whole backwards here, unless pinned to split: they may deal their micro-batches
+    instead, and the scheduled step decides about them (`secc.alloc.refine.interleaved_stages`).
     """
     if pins.splits_backward(load.name):
         return [2]
-    possible = (
+    return [1, 2] if shape.cp == 1 and may_split_backward(load, shape, sharding, pins) else [1]
+
+
+def may_split_backward(load: SectionLoad, shape: ReplicaShape, sharding: str, pins: Pins) -> bool:
+    """Whether stages may split their backward without a pin that asks for it. A number of stages that the
+    user pins runs whole backwards."""
+    return (
         load.mode == "train"
         and shape.pp > 1
         and pins.pinned_number(load.name, "pp") is None
-        and shape.cp == 1
         and shape.ep <= shape.tp
         and sharding != "zero3"
         and load.cost.trainable > 0
         and shape.offload != "activations"
+        and "split" in pins.word_choices(load.name, "backward")
     )
-    return [1, 2] if possible and "split" in pins.word_choices(load.name, "backward") else [1]
 
 
 def list_offloads(

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from secc.alloc.problem.allowed_choices import may_split_backward
 from secc.alloc.problem.build_problem import count_cuttable_layers
 from secc.alloc.problem.candidates import price_fitting_candidates
 from secc.alloc.problem.closed_form import evaluate_assignment
@@ -154,18 +155,8 @@ def _other_ways(
 
 
 def _may_split(load: SectionLoad, c: Candidate, pins: Pins) -> bool:
-    """Whether the stages of a candidate with cp may split their backward; without cp the solver chooses. A
-    number of stages that the user pins runs whole backwards, as it does elsewhere."""
-    return (
-        c.cp > 1
-        and pins.pinned_number(load.name, "pp") is None
-        and c.backward_parts == 1
-        and c.ep <= c.tp
-        and c.sharding != "zero3"
-        and c.offload != "activations"
-        and load.cost.trainable > 0
-        and "backward" not in pins.words.get(load.name, {})
-    )
+    """Whether the stages of a candidate with cp may split their backward; without cp the solver chooses."""
+    return c.cp > 1 and c.backward_parts == 1 and may_split_backward(load, c.shape, c.sharding, pins)
 
 
 def _may_interleave(work: Workload, load: SectionLoad, c: Candidate, pins: Pins) -> bool:

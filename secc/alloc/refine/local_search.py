@@ -167,7 +167,8 @@ class _LocalSearch:
     mixtures: sections that may divide experts.
     seeks_kinds: whether plans of other kinds are sought; a search that goes on from another one leaves them
       to it.
-    sought_kinds: kinds of plans that the search came to, or around whose best plan it has looked.
+    sought_kinds: kinds of plans that are searched already: those of the best plans so far, and those with a
+      best plan from which the search has tried neighbours.
     neighbourhood: the problem that new candidates come from.
     evaluate_here, evaluate_on_all_cores: run requests in this process, or on all cores.
     """

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 
 from secc.alloc.problem.build_problem import PARALLEL_PRICING_RANKS
 from secc.alloc.problem.closed_form import evaluate_assignment
@@ -65,14 +66,10 @@ def plans_of_kinds(problem: Problem, best: Assignment, margin: float) -> list[As
     solver, plans = _StartSolver(margin, int(most)), list[Assignment | None]()
     for s in sections_with_experts(problem):
         own, usable = problem.sections[s][best.choice[s]], [c for c in problem.sections[s] if not c.excluded]
-        for n in sorted({c.ep for c in usable} - {own.ep}):
-            plans.append(
-                solver.solve_within_limit(exclude_candidates(problem, lambda c, n=n: c.ep != n, (s,)))
-            )
-        for n in sorted({c.pp for c in usable} - {own.pp}):
-            plans.append(
-                solver.solve_within_limit(exclude_candidates(problem, lambda c, n=n: c.pp != n, (s,)))
-            )
+        for degree in (attrgetter("ep"), attrgetter("pp")):
+            for n in sorted({degree(c) for c in usable} - {degree(own)}):
+                other = exclude_candidates(problem, lambda c, degree=degree, n=n: degree(c) != n, (s,))
+                plans.append(solver.solve_within_limit(other))
     return [a for a in plans if a is not None]
 
 

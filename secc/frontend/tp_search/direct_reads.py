@@ -97,8 +97,8 @@ class _ReadObserver(TorchFunctionMode):
         super().__init__()
         self.found = SeenByOthers()
         self._modules, self._cuts = modules, cuts
-        # What modules inside of these have returned, by id: the tensor, and the module at whose path it
-        # is in parts, "" if it is whole.
+        # Tensors that submodules of `modules` returned, by id: the tensor, and the path of the module that
+        # tp divides it with, "" if every rank has all of it.
         self._inner: dict[int, tuple[torch.Tensor, str]] = {}
         self._running: list[str] = []
         self._owners: dict[int, set[str]] = {}  # paths by the parameter's id, while the block runs
