@@ -11,6 +11,7 @@ from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
+from secc.frontend.capture.batch_decisions import BatchDecisions
 
 MODEL = """
 import torch
@@ -107,6 +108,47 @@ def test_conditions_inside_blocks_are_compared_at_global_batch_size(
     ) as error:
         check_exactness(made, required=True)
     assert error.value.where.endswith("model.py:12")
+
+
+PICTURES = """
+    def forward(self, input_ids, labels, pictures=None):
+        x, keep = self.embed(input_ids), labels != -100
+        if pictures is not None:
+            x = x.masked_scatter((input_ids == 29)[..., None], self.look(pictures))
+"""
+
+
+def test_a_block_is_compared_once_on_samples_with_and_without_optional_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = list[tuple[list[str], list[bool]]]()
+    find = BatchDecisions.find_differing_batches
+
+    def record(self: BatchDecisions, pattern: frozenset[str]):
+        for cause, where, samples in find(self, pattern):
+            compared.append((sorted(pattern), ["pictures" in s for s in samples]))
+            yield cause, where, samples
+
+    monkeypatch.setattr(BatchDecisions, "find_differing_batches", record)
+    head, _, data = MODEL.partition("        losses = ")
+    head = head.replace("class Model(", BLOCK.replace("FACTOR", "(1 if keep.sum() > 70 else 1.0)"))
+    head = head.replace("nn.Linear(8, 8), nn.Linear(8, 30)", "Mid(), nn.Linear(8, 30)").replace(
+        "        self.embed,", "        self.look = nn.Linear(4, 8)\n        self.embed,"
+    )
+    start = head.rindex("    def forward")
+    text = head[:start] + PICTURES[1:] + "        x = self.mid(x, keep)\n        losses = " + data
+    text = text.replace("torch.randint(1, 30,", "torch.randint(1, 29,").replace(
+        "    return made",
+        "        if i % 2:\n"
+        "            ids[0] = 29\n"
+        "            made[-1]['pictures'] = torch.randn(1, 4, generator=g)\n"
+        "    return made",
+    )
+    (tmp_path / "model.py").write_text(text)
+    made = compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=12))
+    check_exactness(made, required=True)
+    ((pattern, with_pictures),) = compared
+    assert pattern == ["pictures"] and with_pictures.count(True) == with_pictures.count(False) == 6
 
 
 MAKES_NO_DIFFERENCE = (

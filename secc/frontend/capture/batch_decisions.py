@@ -74,7 +74,19 @@ class BatchDecisions:
         if samples[0] and any(frozenset(c.when) == pattern and not c.spare for c in self._plan.recorded):
             yield from self._find_in_recordings(samples[0][:MAX_RECORDED_SAMPLES])
         if samples[0] and (place := self._find_value_reading_block(pattern)):
-            yield DecisionCause.BLOCK_RESULT, place, samples[0]
+            larger = (p for p in self._survey.pattern_counts if pattern < p)
+            if not any(self._find_value_reading_block(p) == place for p in larger):
+                yield DecisionCause.BLOCK_RESULT, place, self._mix_patterns(pattern, samples[0])
+
+    def _mix_patterns(self, pattern: InputPattern, samples: SampleList) -> SampleList:
+        """Returns as many samples, every second one of a smaller pattern where there are any: one batch, as
+        runs have them, shows what a block decides of samples with and without optional inputs."""
+        patterns = [p for p in self._survey.pattern_counts if p < pattern]
+        smaller = [s for p in patterns for s in self._make_large_batches(p)[0]]
+        if not smaller:
+            return samples
+        pairs = zip(samples, itertools.cycle(smaller), strict=False)
+        return list(itertools.islice(itertools.chain.from_iterable(pairs), len(samples)))
 
     def _find_value_reading_block(self, pattern: InputPattern) -> str:
         """Returns the place of the first block that reads values of its arguments, since its decisions
