@@ -32,6 +32,7 @@ from secc.alloc.problem.build_problem import (
     estimate_longest_time,
     price_edges,
 )
+from secc.alloc.problem.candidate_memory import passing_bytes
 from secc.alloc.problem.closed_form import PlanValue, evaluate_assignment
 from secc.alloc.problem.micro_batch_times import micro_batch_time_expressions, subgroup_costs
 from secc.alloc.problem.pins import Pins
@@ -565,6 +566,7 @@ def _write_allocation(
         load.section.attributes |= {
             "in_flight": int_attr(held.in_flight if bounded else 0),
             "room_bytes": int_attr(held.size_bytes),
+            "working_bytes": int_attr(passing_bytes(own, load, chosen[name])),
         }
         if chosen[name].cp_per == "micro_batch":
             limit = subgroup_limit(work, asked, solution.assignment, value, name, results.get(group, 0))

@@ -168,6 +168,7 @@ _SECTION_FIELDS: dict[str, Shape] = {
     "stage": shapes.integer(0, MAX_RANKS - 1),
     "in_flight": _COUNT,
     "room_bytes": _COUNT,
+    "working_bytes": _COUNT,
     "weight_permille": shapes.integer(0, 1000),
     "chunks": shapes.integer(1, MAX_RANKS),
     "placement": shapes.choice(*schema.PLACEMENTS),
@@ -208,6 +209,7 @@ _SECTION_FIELDS: dict[str, Shape] = {
     "units": _TEXTS,
 }
 _LATER_FIELDS = (
+    "working_bytes",
     "chunks",
     "placement",
     "overlap",

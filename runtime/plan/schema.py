@@ -179,9 +179,9 @@ class Section:
     stages in the same micro-batches. A rank may hold several `chunks` of layers, each a stage, that lie on
     the ranks as `placement` says (`rank_position`). `in_flight` is how many micro-batches a rank may hold
     between forward and backward (0: any number), `room_bytes` how many bytes these may keep together, by
-    `cost.saved` and `cost.kept_between` (0: unknown). With `weight_permille`, the backward is split: B
-    computes the gradients of the inputs and W those of the parameters (zero-bubble pipelines), and W takes
-    this many thousandths of the backward.
+    `cost.saved` and `cost.kept_between` (0: unknown); `working_bytes` are set aside for what a pass needs for
+    a time. With `weight_permille`, the backward is split: B computes the gradients of the inputs and W those
+    of the parameters (zero-bubble pipelines), and W takes this many thousandths of the backward.
     A micro-batch has at most `micro_batch` samples; with `micro_batch_tokens` (0: any number), one of several
     samples has at most so many tokens, which `token_count` counts with their padding.
 
@@ -226,6 +226,7 @@ class Section:
     placement: str = "loop"
     in_flight: int = 0
     room_bytes: int = 0
+    working_bytes: int = 0
     weight_permille: int = 0
     micro_batch_tokens: int = 0
     token_count: str = ""
@@ -543,6 +544,7 @@ def join_stages(stages: tuple[Section, ...]) -> Section:
         pipeline="",
         in_flight=0,
         room_bytes=0,
+        working_bytes=0,
         weight_permille=max(s.weight_permille for s in stages),
     )
 
@@ -581,6 +583,8 @@ def _section_to_dict(section: Section) -> dict[str, Any]:
         del found["chunks"], found["placement"]
     if section.overlap == "none":
         del found["overlap"]
+    if not section.working_bytes:
+        del found["working_bytes"]
     for cost in (found["cost"], *(s["cost"] for s in found.get("subgroups", ()))):
         if not cost["kept_between"]:
             del cost["kept_between"]

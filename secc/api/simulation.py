@@ -31,7 +31,8 @@ _DRAW, _COMPARE, _READ_IR = "draw samples", "compare with the bounds", "read the
 class SimulatedPlan:
     """Simulated steps, their mean measures, those of the first step, and the baselines' best layouts.
 
-    warnings: which samples a run refuses because no rank has the memory for them.
+    warnings: which samples a run refuses because no rank has the memory for them, and which ranks hold more
+    than their tensors may take.
     """
 
     steps: Sequence[SimulatedStep]
@@ -87,6 +88,11 @@ def simulate_plan(
     own = [step.samples[: step.schedule.own_samples] for step in simulated]
     works = [BatchWork(plan, samples, traffic) for samples in own]
     measures = [measure_step(step, work) for step, work in zip(simulated, works, strict=True)]
+    warnings += [
+        f"batch {number}: {m.beyond_memory}; {EXCESS_REMEDY}"
+        for number, m in enumerate(measures, 1)
+        if m.beyond_memory
+    ]
     measured = mean_measures(measures, mean_step_bound(works))
     found: dict[str, BaselineResult] = {}
     if baselines:

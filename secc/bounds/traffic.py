@@ -229,7 +229,7 @@ class Traffic:
         States in host memory are copied to the device and back meanwhile, without the `prefetched` bytes.
         """
         step_ns = self.optimizer_memory_ns(rank) + sum(
-            len(h.names) * self.overheads.tensor // _shard_count(h) for h in self._groups_of(rank)
+            len(h.names) * self.overheads.tensor // _shard_count(h) for h in self.reduction_groups_of(rank)
         )
         states = self.offloaded_state_bytes(rank) - prefetched
         if self.cluster is None or states <= 0:
@@ -256,7 +256,9 @@ class Traffic:
         if not self.offloaded_names:
             return 0
         return sum(
-            self._offloaded_bytes(p) // _shard_count(h) for h in self._groups_of(rank) for p in h.names
+            self._offloaded_bytes(p) // _shard_count(h)
+            for h in self.reduction_groups_of(rank)
+            for p in h.names
         )
 
     def _offloaded_bytes(self, name: str) -> int:
@@ -301,9 +303,9 @@ class Traffic:
 
     def updated_parameters(self, rank: int) -> list[str]:
         """Parameters that a rank's optimizer updates."""
-        return [p for h in self._groups_of(rank) for p in h.names]
+        return [p for h in self.reduction_groups_of(rank) for p in h.names]
 
-    def _groups_of(self, rank: int) -> list[ReductionGroup]:
+    def reduction_groups_of(self, rank: int) -> list[ReductionGroup]:
         """The groups of parameters that a rank's optimizer updates."""
         return [self.reduction_groups[i] for i in self._group_numbers.get(rank, ())]
 

@@ -193,6 +193,7 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
         placement=attribute_value(op, "placement", "loop"),
         in_flight=attribute_value(op, "in_flight", 0),
         room_bytes=attribute_value(op, "room_bytes", 0),
+        working_bytes=attribute_value(op, "working_bytes", 0),
         weight_permille=attribute_value(op, "weight_permille", 0),
         micro_batch_tokens=attribute_value(op, "micro_batch_tokens", 0),
         token_count=attribute_value(op, "token_count", ""),

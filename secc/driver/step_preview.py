@@ -110,6 +110,8 @@ def add_simulated_step(plan: Plan, step: SimulatedStep) -> Plan:
     """Returns the plan with the measures of a simulated step in its prediction, under the names that
     `simulate --json` uses."""
     entries = dataclasses.asdict(measure_step(step))
+    if not entries["beyond_memory"]:
+        del entries["beyond_memory"]
     predicted = {"sections": entries.pop("sections"), "simulated": entries}
     return dataclasses.replace(plan, prediction=plan.prediction | predicted)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from secc.report.plan_tables import taken_back_texts
 from secc.report.text_table import TextTable
 from secc.runtime.plan.schema import Plan
+from secc.runtime.schedule.memory_bound import EXCESS_REMEDY
 
 FULL_MEMORY = 0.97  # share of the usable memory from which a rank counts as full
 
@@ -51,6 +52,8 @@ def _exactness_warnings(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _cost_warnings(plan: Plan) -> Iterator[PlanWarning]:
+    if excess := plan.prediction.get("simulated", {}).get("beyond_memory"):
+        yield PlanWarning(f"in the shown step {excess}", EXCESS_REMEDY)
     if price := plan.checks.get("widths_price"):
         yield PlanWarning(f"micro-batches have the global batch's widths: {price}")
     for text in taken_back_texts(plan):

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 from secc.bounds.bounds import (
     LowerBound,
@@ -17,6 +18,7 @@ from secc.bounds.bounds import (
 )
 from secc.bounds.traffic import Traffic
 from secc.bounds.work import BatchWork
+from secc.cost.model.memory import RankMemory, reduced_gradients
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Section
@@ -46,6 +48,7 @@ class StepMeasures:
     waiting_s: mean time that a rank waits for other ranks to compute.
     in_flight: most micro-batches between forward and backward on any rank.
     one_order_bound_s: the bound on steps in which stages of a pipeline take micro-batches in one order.
+    beyond_memory: the rank that holds most beyond what its tensors may take, in words; "" if none does.
     mfu, peak_memory_gib (of the fullest rank): None where the plan does not say enough.
     """
 
@@ -61,6 +64,7 @@ class StepMeasures:
     in_flight: int
     peak_memory_gib: float | None
     one_order_bound_s: float = 0.0
+    beyond_memory: str = ""
 
 
 def measure_step(step: SimulatedStep, work: BatchWork | None = None) -> StepMeasures:
@@ -89,6 +93,26 @@ def measure_step(step: SimulatedStep, work: BatchWork | None = None) -> StepMeas
         ),
         peak_memory_gib=max(known) / GIB if known and len(known) == ranks else None,
         one_order_bound_s=one_order_bound_of_work(work).ns / 1e9,
+        beyond_memory=_describe_excess(held, memory),
+    )
+
+
+def _describe_excess(held: _HeldBytes, memory: Sequence[int | None]) -> str:
+    """The rank that holds most beyond the memory of its device for tensors, and what it holds; "" if none
+    does."""
+    cluster = held.traffic.cluster
+    if cluster is None:
+        return ""
+    usable = [cluster.view_of_ranks([rank]).device.usable_memory for rank in range(len(memory))]
+    excess, rank = max(((size - usable[r], -r) for r, size in enumerate(memory) if size), default=(0, 0))
+    if excess <= 0:
+        return ""
+    own = held.sections_by_rank[-rank]
+    names = ", ".join(dict.fromkeys(s.name for s in own))
+    limit = usable[-rank]
+    return (
+        f"rank {-rank} ({names}) holds {(limit + excess) / GIB:.4g} GiB of the {limit / GIB:.4g} GiB that"
+        " tensors may take"
     )
 
 
@@ -115,6 +139,7 @@ def mean_measures(steps: Sequence[StepMeasures], bound: LowerBound) -> StepMeasu
         in_flight=max(m.in_flight for m in steps),
         peak_memory_gib=max(peaks) if len(peaks) == n else None,
         one_order_bound_s=sum(m.one_order_bound_s for m in steps) / n,
+        beyond_memory=next((m.beyond_memory for m in steps if m.beyond_memory), ""),
     )
 
 
@@ -224,13 +249,13 @@ class _HeldBytes:
     def __init__(self, step: SimulatedStep, traffic: Traffic) -> None:
         self.step, self.traffic = step, traffic
         self.sizes = PredictedCosts(step.plan, step.samples, step.schedule.own_samples)
-        self.trained = {n for n, what in step.plan.model.parameters.items() if what.endswith(" train")}
         self.sections = {s.name: s for s in step.plan.sections}
         self.sections_by_rank: dict[int, list[Section]] = defaultdict(list)
         for s in step.plan.sections:
             for rank in s.mesh.ranks:
                 self.sections_by_rank[rank].append(s)
         self.parameters: dict[tuple[str, ...], int] = {}
+        self.trained: dict[tuple[int, ...], tuple[int, dict[str, _TrainedBytes]]] = {}
         self.saved: dict[tuple[str, int], int] = {}
         self.running_ahead = _sections_that_run_ahead(step)
 
@@ -238,10 +263,12 @@ class _HeldBytes:
         """What `memory_over_time` returns."""
         if any(s.mode != "forward" and not s.cost.saved for s in self.sections_by_rank[rank]):
             return None
-        fixed = self._parameter_bytes(rank) + self.traffic.streamed_state_bytes(rank)
-        fixed += self._streamed_activation_bytes(rank)
+        states, trained = self._trained_bytes(rank)
+        fixed = self._frozen_bytes(rank) + states + self.traffic.streamed_state_bytes(rank)
+        fixed += sum(self._working_bytes(s, rank) for s in self.sections_by_rank[rank])
         changes = [
             *_in_flight_changes(self.step, rank, self._saved_bytes, self._bytes_between),
+            *self._gradient_changes(rank, trained),
             *_prefetched_result_changes(self.step, rank, self.sizes, self.running_ahead),
         ]
         return [(0, fixed), *((time, fixed + bytes_) for time, bytes_ in _running_totals(changes))]
@@ -266,35 +293,117 @@ class _HeldBytes:
         samples = schedule.micro_batches[section][micro].samples
         return self.sizes.bytes_between_parts(own, [samples])[0]
 
-    def _streamed_activation_bytes(self, rank: int) -> int:
-        """Bytes of activations on their way to or from host memory: of the largest micro-batch, as the rank
-        computes one at a time."""
-        return max(
-            (
-                evaluate_expr(self.sections[c.section].cost.streamed, self.sizes.micro_batch_sizes(samples))
-                for c in self.step.compute_by_rank.get(rank, ())
-                if self.sections[c.section].cost.streamed
-                and (samples := self.step.schedule.micro_batches[c.section][c.micro].samples)
-            ),
-            default=0,
-        )
+    def _working_bytes(self, section: Section, rank: int) -> int:
+        """Bytes that passes of a section need for a time: what the plan counts for it. If that is more, the
+        activations on their way to or from host memory of the largest micro-batch, as the rank computes one
+        at a time."""
+        if not section.cost.streamed:
+            return section.working_bytes
+        own = {c.micro for c in self.step.compute_by_rank.get(rank, ()) if c.section == section.name}
+        held = (self.step.schedule.micro_batches[section.name][i].samples for i in own)
+        sizes = [self.sizes.micro_batch_sizes(samples) for samples in held if samples]
+        streamed = (evaluate_expr(section.cost.streamed, own_sizes) for own_sizes in sizes)
+        return max((section.working_bytes, *streamed))
 
-    def _parameter_bytes(self, rank: int) -> int:
-        """Parameters, and for trained ones gradients, masters and optimizer states on the device; of sharded
-        ones only this rank's part."""
+    def _frozen_bytes(self, rank: int) -> int:
+        """Parameters that are not trained; of sharded ones only this rank's part, and two of the layers in
+        host memory."""
         held_sections = self.sections_by_rank[rank]
         key = tuple(s.name for s in held_sections)
         if key not in self.parameters:
+            trained = {n for n, what in self.step.plan.model.parameters.items() if what.endswith(" train")}
             section_of = {n: s for s in held_sections for n in s.params}
             on_host = [_layer_bytes(self.traffic, s) for s in held_sections if s.offload == "weights"]
             from_host = set(chain.from_iterable(names for names, _ in on_host))
             held = sum(
-                _fixed_parameter_bytes(self.traffic, s, name, name in self.trained)
+                self.traffic.bytes_on_rank(name) // (s.mesh.copies if s.sharding == "zero3" else 1)
                 for name, s in section_of.items()
-                if name not in from_host
+                if name not in from_host and name not in trained
             )
             self.parameters[key] = held + sum(2 * largest for _, largest in on_host)
         return self.parameters[key]
+
+    def _trained_bytes(self, rank: int) -> tuple[int, dict[str, _TrainedBytes]]:
+        """Trained parameters with their masters and optimizer states on the device, all along; and by section
+        the gradients. Those of parameters that several sections hold count with the first of these on the
+        rank."""
+        groups, traffic = self.traffic.reduction_groups_of(rank), self.traffic
+        key = tuple(map(id, groups))
+        if key not in self.trained:
+            constant, found = 0, dict[str, _TrainedBytes]()
+            for held in groups:
+                shared, gathered = len(held.ranks), held.sharding == "zero3"
+                count = 1 if held.sharding == "none" else shared
+                weights = sum(map(traffic.bytes_on_rank, held.names))
+                states = sum(traffic.state_bytes(n) for n in held.names if n not in traffic.offloaded_names)
+                constant += -(-weights // (count if gathered else 1)) + -(-states // count)
+                wide = sum(map(traffic.gradient_bytes_on_rank, held.names))
+                own = sum(map(traffic.updated_bytes_on_rank, held.names))
+                section = next(s.name for s in self.sections_by_rank[rank] if s.name in held.sections)
+                gradients = -(-wide // count) if gathered else own
+                is_summed = shared > 1 and not gathered
+                summed = _TrainedBytes(
+                    gradients,
+                    wide if is_summed else 0,
+                    own if is_summed else 0,
+                    -(-own // count) if is_summed and count > 1 else 0,
+                    held.sharding == "zero2",
+                )
+                found[section] = found.get(section, _TrainedBytes()).plus(summed)
+            self.trained[key] = constant, found
+        return self.trained[key]
+
+    def _gradient_changes(self, rank: int, trained: Mapping[str, _TrainedBytes]) -> Iterator[TimedChange]:
+        """Yields changes by the gradients of each section: there from the end of its first backward on, which
+        frees activations meanwhile, and summed within its last backward, as `RankMemory` counts both."""
+        events = self.step.compute_by_rank.get(rank, ())
+        for name, held in trained.items():
+            last_kind = compute_kinds(self.sections[name])[-1]
+            backwards = [c for c in events if c.section == name and c.kind == last_kind]
+            if not backwards or not owes_backward(self.sections[name]):
+                continue
+            first, last = backwards[0], backwards[-1]
+            before = 0 if first is last else held.gradients
+            if first is not last:
+                yield first.end, held.gradients
+            if not held.summed:
+                yield from ((last.end, held.gradients - before),)
+                continue
+            memory = held.rank_memory(len(backwards))
+            kept = self._saved_bytes(name, last.micro)
+            in_flight = memory.reduced.in_flight_bytes
+            early = memory.last_backward_bytes(in_flight, kept) - before - kept
+            yield last.start + (last.end - last.start) * in_flight // held.summed, early
+            yield last.end, memory.last_backward_bytes(held.summed, 0) - before - early
+
+
+class _TrainedBytes(NamedTuple):
+    """Bytes of a section's trained parameters on a rank: its own `gradients`, all that is `summed` over ranks
+    as it is summed, the `bucketed` bytes of these parameters, the rank's `shard` of the sums, and whether own
+    gradients are `freed` when their bucket starts."""
+
+    gradients: int = 0
+    summed: int = 0
+    bucketed: int = 0
+    shard: int = 0
+    freed: bool = False
+
+    def plus(self, other: _TrainedBytes) -> _TrainedBytes:
+        """Both together."""
+        return _TrainedBytes(
+            self.gradients + other.gradients,
+            self.summed + other.summed,
+            self.bucketed + other.bucketed,
+            self.shard + other.shard,
+            self.freed or other.freed,
+        )
+
+    def rank_memory(self, backwards: int) -> RankMemory:
+        """The memory of a rank with so many backwards, as far as it concerns gradients."""
+        alone = self.freed and backwards == 1  # then its own gradients exist as the buckets on their way only
+        reduced = reduced_gradients(self.summed, self.bucketed, self.shard, self.freed and not alone)
+        own = 0 if alone else self.gradients
+        return RankMemory(0, own, 0, 0, micro_batches=backwards, reduced=reduced)
 
 
 def _layer_bytes(traffic: Traffic, section: Section) -> tuple[set[str], int]:
@@ -307,22 +416,6 @@ def _layer_bytes(traffic: Traffic, section: Section) -> tuple[set[str], int]:
         layer = re.match(r"\.(.*?\.)?\d+(?=\.)", name.removeprefix(unit))
         layers[unit + (layer[0] if layer else "")] += traffic.bytes_on_rank(name)
     return set(names), max(layers.values(), default=0)
-
-
-def _fixed_parameter_bytes(traffic: Traffic, section: Section, name: str, trained: bool) -> int:
-    """Bytes of a parameter and, if it is trained, of its gradient, master and optimizer states."""
-    count = section.mesh.copies if section.sharding != "none" else 1
-    gathered = section.sharding == "zero3"
-    size = traffic.bytes_on_rank(name) // (count if gathered else 1)
-    updated = traffic.updated_bytes_on_rank(name)
-    if not trained:
-        return size
-    gradient_and_shard = updated + (
-        updated // count if count > 1 else 0
-    )  # gradients, and the sums of this rank's shard
-    gradients = traffic.gradient_bytes_on_rank(name) // count if gathered else gradient_and_shard
-    states = 0 if name in traffic.offloaded_names else traffic.state_bytes(name)
-    return size + gradients + states // count
 
 
 def _running_totals(changes_in_any_order: Iterable[TimedChange]) -> list[tuple[int, int]]:

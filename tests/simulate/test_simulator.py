@@ -323,9 +323,9 @@ def test_memory_follows_what_is_in_flight():
     step = run(p, [make_sample(i, *IMAGE) for i in range(3)])
     assert max(n for _, n in in_flight_over_time(step, 0)) == 3  # the encoder runs ahead
     assert max(n for _, n in in_flight_over_time(step, 1)) == 1
-    assert max(b for _, b in memory_over_time(step, 0) or ()) == 10 * 4 * 4 + 3 * 7
+    assert max(b for _, b in memory_over_time(step, 0) or ()) == 10 * 4 * 4 + 2 * 7  # gradients, one is freed
     assert (memory_over_time(step, 1) or [])[-1][1] == 10 * 4 * 4
-    assert measure_step(step).peak_memory_gib == pytest.approx((160 + 21) / 2**30)
+    assert measure_step(step).peak_memory_gib == pytest.approx((160 + 14) / 2**30)
     assert measure_step(run(vlm(), [make_sample(0)])).peak_memory_gib is None
 
 
@@ -341,13 +341,15 @@ def test_memory_follows_what_is_in_flight():
 )
 @pytest.mark.parametrize("degree", ["dp", "cp"])
 def test_ranks_share_what_they_shard(degree, sharding, computes_in, bytes_of_an_entry):
-    """Of a float32 parameter and its gradient, two states and, in mixed precision, its master."""
+    """Of a float32 parameter and its gradient, two states and, in mixed precision, its master; in the end its
+    bucket is on its way, if it is not summed already (zero3)."""
     p = dataclasses.replace(trained(vlm(replicas=2), lm=100), dtype=computes_in)
     mesh = dataclasses.replace(p.sections[1].mesh, **{"dp": 1, degree: 2})
     cost = dataclasses.replace(p.sections[1].cost, saved="B")
     lm = dataclasses.replace(p.sections[1], sharding=sharding, mesh=mesh, cost=cost)
     step = run(dataclasses.replace(p, sections=(p.sections[0], lm)), [make_sample(0)])
-    assert min(b for _, b in memory_over_time(step, 1) or ()) == 100 * bytes_of_an_entry
+    bucket = 0 if sharding == "zero3" else 4
+    assert (memory_over_time(step, 1) or [])[-1][1] == 100 * (bytes_of_an_entry + bucket)
 
 
 def test_use_of_the_hardware_counts_the_models_operations():

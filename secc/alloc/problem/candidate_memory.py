@@ -71,6 +71,11 @@ def candidate_memory(work: Workload, load: SectionLoad, c: Candidate) -> RankMem
     return memory_on_rank(work, load, c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches)
 
 
+def passing_bytes(work: Workload, load: SectionLoad, c: Candidate) -> int:
+    """Bytes that passes of candidate `c` of a section need for a time on a rank."""
+    return candidate_memory(work, work.rank_load(load, c.shape), c).passing(c.sharding)
+
+
 def stage_in_flight_limit(
     work: Workload, load: SectionLoad, c: Candidate, stage: int, others: int = 0
 ) -> int:

@@ -100,6 +100,16 @@ def bytes_of_one(limit: InFlightLimit, shape: ReplicaShape, stage: int) -> int:
 
 def in_flight_bytes(work: Workload, rank: RankMemory, in_flight: int, others: int, holders: int) -> int:
     """Bytes for `in_flight` micro-batches, plus an equal share, for each of `holders` sections, of the
-    memory left on a rank where other sections use `others` bytes."""
-    free_bytes = work.cluster.device.usable_memory - others - rank.total_bytes(in_flight)
-    return rank.activation_bytes(in_flight) + max(0, free_bytes) // holders
+    memory left on a rank where other sections use `others` bytes.
+
+    If all micro-batches of the step are in flight at once, mean ones leave room for the gradients when the
+    first of them ends. Drawn ones may be smaller, so all gradients count here, and less is in flight where
+    these would not fit.
+    """
+    usable, held = work.cluster.device.usable_memory, rank.activation_bytes(in_flight)
+    free_bytes = usable - others - rank.total_bytes(in_flight)
+    if 1 < rank.micro_batches <= in_flight:
+        free_bytes = min(free_bytes, usable - others - rank.fixed - rank.gradients - held)
+        if free_bytes < 0:
+            return max(held + free_bytes, rank.activation_bytes(1))
+    return held + max(0, free_bytes) // holders

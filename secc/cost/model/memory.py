@@ -77,6 +77,11 @@ class RankMemory(NamedTuple):
         """Bytes besides gradients and activations."""
         return self.parameters + self.optimizer + self.buffers + self.working
 
+    def passing(self, sharding: str) -> int:
+        """Bytes that passes need for a time: gathered layers under ZeRO-3, and transient memory. (Layers from
+        host memory count with the weights.)"""
+        return self.working + (self.buffers if sharding == "zero3" else 0)
+
     def activation_bytes(self, in_flight: int) -> int:
         """The most activation bytes that `in_flight` micro-batches hold."""
         kept = in_flight * self.activation + self.kept_between
@@ -115,11 +120,11 @@ class RankMemory(NamedTuple):
             return 0
         activations = self.activation_bytes(1)
         return max(
-            self._last_backward_bytes(reduced.in_flight_bytes, activations),
-            self._last_backward_bytes(reduced.total_bytes, activations),
+            self.last_backward_bytes(reduced.in_flight_bytes, activations),
+            self.last_backward_bytes(reduced.total_bytes, activations),
         )
 
-    def _last_backward_bytes(self, produced: int, activations: int) -> int:
+    def last_backward_bytes(self, produced: int, activations: int) -> int:
         """Gradients and activations when `produced` bytes of the gradients to reduce exist; the last
         micro-batch keeps `activations` bytes."""
         reduced = self.reduced
@@ -238,10 +243,14 @@ def _reduced_gradients(
 ) -> ReducedGradients:
     """The reduction of a section's gradients. Buckets are formed over parameters with `of_bucket` bytes in
     total, and reduced in the dtype of the sums."""
-    wide = cost.gradient_sum_bytes
-    return ReducedGradients(
-        wide, min(wide, MAX_BUCKETS_IN_FLIGHT * BUCKET_BYTES * wide // of_bucket), shard, freed
-    )
+    return reduced_gradients(cost.gradient_sum_bytes, of_bucket, shard, freed)
+
+
+def reduced_gradients(summed: int, bucketed: int, shard: int = 0, freed: bool = False) -> ReducedGradients:
+    """The reduction of gradients of `summed` bytes as they are summed; buckets are formed over parameters of
+    `bucketed` bytes."""
+    most = MAX_BUCKETS_IN_FLIGHT * BUCKET_BYTES * summed // max(1, bucketed)
+    return ReducedGradients(summed, min(summed, most), shard, freed)
 
 
 def _zero3_memory(
