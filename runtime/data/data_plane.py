@@ -20,7 +20,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -162,7 +162,8 @@ class DataPlane:
         )
         self._has_streams = isinstance(self.epochs, MixedOrder) and self.epochs.has_streams
         self._positions: dict[int, Mapping[str, Any]] = {} if resumed is None else {start: resumed}
-        self.minimum_widths: dict[str, int] = {}  # by symbol, if micro-batches are padded to common widths
+        # Widths, by symbol, of the set that a step's batch is a part of, if that set is to be one batch.
+        self.widths_of_set: Callable[[int], Mapping[str, int]] = lambda step: {}
         self._codec, self._drawn = RecordCodec(plan, leaves, user.sample_name, placed_rows), drawn
         self._shares = _LoadShares(self.epochs, world_size, user, plan, order)
         fetchers = SampleWorkers(user, seed, workers) if workers > 1 else None
@@ -229,10 +230,10 @@ class DataPlane:
         skipped: tuple[int, ...],
         group: dist.ProcessGroup | None,
     ) -> GlobalBatch:
-        sizes = combine_sizes([r.meta.sizes for r in records], self.plan.symbols)
+        of_set = self.widths_of_set(self._step)
+        metas = [replace(r.meta, sizes={**r.meta.sizes, **of_set}) for r in records]
+        sizes = combine_sizes([m.sizes for m in metas], self.plan.symbols)
         padded = self.plan.widths == "global"
-        if padded:
-            sizes |= {name: max(sizes[name], width) for name, width in self.minimum_widths.items()}
         widths = tuple((s.name, sizes[s.name]) for s in self.plan.symbols if s.is_padded) if padded else ()
         wider = any(
             r.meta.sizes[name] != width for r in records for name, width in widths
@@ -248,9 +249,7 @@ class DataPlane:
         if self._drawn is not None:
             leaves |= self._gather_drawn_sums(self._drawn, records, kept, widths, group)
         tokens = sum(r.tokens for r in records)
-        return GlobalBatch(
-            self._step, tuple(r.meta for r in records), leaves, sizes, tokens, skipped, kept, widths
-        )
+        return GlobalBatch(self._step, tuple(metas), leaves, sizes, tokens, skipped, kept, widths)
 
     def _gather_padded_sums(
         self, kept: tuple[int, ...], widths: tuple[tuple[str, int], ...], group: dist.ProcessGroup | None

@@ -63,10 +63,15 @@ class EvaluationData:
             yield names[self.order.batches[step.batch.step % len(self.order.batches)][0]], step
 
     def _find_widths(self) -> None:
-        """Finds the widths of the sets, if padded positions can reach the loss: then every micro-batch is as
-        wide as if a set were one batch. Reads all metadata once. Collective."""
-        sizes = [self.data_plane.next_batch().sizes for _ in self.order.batches]
-        self._next_step += len(self.order.batches)
-        total = combine_sizes(sizes, self.plan.symbols)
-        self.data_plane.minimum_widths = {s.name: total[s.name] for s in self.plan.symbols if s.is_padded}
+        """Finds the widths of each set, if padded positions can reach the loss: then every micro-batch is as
+        wide as if its set were one batch. Reads all metadata once. Collective."""
+        numbers = [number for number, _, _ in self.order.batches]
+        sizes: dict[int, list[dict[str, int]]] = {}
+        for number in numbers:
+            sizes.setdefault(number, []).append(self.data_plane.next_batch().sizes)
+        self._next_step += len(numbers)
+        padded = [s.name for s in self.plan.symbols if s.is_padded]
+        totals = {number: combine_sizes(found, self.plan.symbols) for number, found in sizes.items()}
+        widths = {number: {name: total[name] for name in padded} for number, total in totals.items()}
+        self.data_plane.widths_of_set = lambda step: widths[numbers[step % len(numbers)]]
         self._widths_known = True

@@ -177,21 +177,44 @@ def test_training_ends_early_without_a_better_value(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "saved" / "best" / "best.json").read_text())["step"] == 2
 
 
+TEACHER = """self.embed, self.head = nn.Embedding(40, 16), nn.Linear(16, 5)
+        self.teacher = nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 5)).requires_grad_(False)
+"""
+
+
 @pytest.mark.gloo
-@pytest.mark.slow
-def test_a_set_has_common_widths_if_padding_reaches_the_loss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pins", [(), pytest.param(("model.dp=2",), marks=pytest.mark.slow)])
+def test_a_set_has_common_widths_if_padding_reaches_the_loss(pins: tuple[str, ...], tmp_path: Path) -> None:
+    """Widths of its own: not those of a wider set. Teacher and student are apart, so tensors of that width
+    travel."""
     text = (MODELS / "padded_mean.py").read_text()
-    (tmp_path / "model.py").write_text(text + "\n\ndef eval_dataset():\n    return dataset()\n")
-    compiled = compile_and_write(tmp_path / "model.py", tmp_path / "plan", cluster="local:2", global_batch=4)
+    text = text.replace(TEACHER.partition("\n")[0] + "\n", TEACHER)
+    text = text.replace("logits.square().mean()", "(logits - self.teacher(input_ids)).square().mean()")
+    sets = "{'short': Subset(dataset(), SHORT), 'all': dataset()}"
+    text += f"\n\nSHORT = [1, 4, 5, 9]\n\n\ndef eval_dataset():\n    return {sets}\n"
+    text = text.replace("import Dataset", "import Dataset, Subset")
+    (tmp_path / "model.py").write_text(text)
+    compiled = compile_and_write(
+        tmp_path / "model.py",
+        tmp_path / "plan",
+        cluster="local:3",
+        global_batch=6,
+        strategy="apart",
+        set=pins,
+    )
     assert compiled.plan.widths == "global"
     arguments = ["--log-dir", str(tmp_path), "--workers", "0", "--eval-only", "trained", "--eval-batch", "3"]
     run_plan_ranks(tmp_path / "plan", compiled.plan.world_size, arguments)
     user = load_model_file(tmp_path / "model.py")
     torch.manual_seed(0)
-    model, samples = user.build_model().eval(), [user.load_sample(i) for i in range(len(user.dataset()))]
+    model = user.build_model().eval()
+    expected: dict[str, float] = {}
     with torch.no_grad():
-        expected = float(extract_loss(model(**user.collate(samples))))
-    assert [m["loss"] for m in read_metrics(tmp_path)] == [pytest.approx(expected, rel=1e-6)]
+        for name, one in user.call_function("eval_dataset").items():
+            batch = user.collate([one[i] for i in range(len(one))])
+            expected[name] = float(extract_loss(model(**batch)))
+    found = {line["eval"]: line["loss"] for line in read_evaluations(tmp_path)}
+    assert found == {name: pytest.approx(value, rel=1e-6) for name, value in expected.items()}
 
 
 def test_a_forward_that_does_something_else_in_eval_mode_cannot_be_evaluated(tmp_path: Path) -> None:
