@@ -14,7 +14,7 @@ import importlib.metadata
 import importlib.util
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -83,13 +83,22 @@ def _digest_now(module: ModuleType) -> str:
 
 def find_package_versions(model: nn.Module) -> dict[str, str]:
     """Finds the versions of the installed packages, other than torch, that define modules of `model`."""
-    names = {
-        name.partition(".")[0]
-        for name in _defining_modules(model)
-        if not is_internal_file(getattr(sys.modules[name], "__file__", None) or "<>")
-        and _user_file(sys.modules[name]) is None
-    }
+    names = {name.partition(".")[0] for name in _installed_modules(model)}
     return {name: version for name in sorted(names) if (version := package_version(name))}
+
+
+def find_package_modules(model: nn.Module) -> tuple[str, ...]:
+    """Finds the Python modules of those packages that define classes of the modules of `model`, in order."""
+    packages = find_package_versions(model)
+    return tuple(sorted(n for n in _installed_modules(model) if n.partition(".")[0] in packages))
+
+
+def import_package_modules(names: Iterable[str]) -> None:
+    """Imports modules of installed packages, so that processes that are forked later need not. What cannot be
+    imported is left out: the model's own code says so where it is needed."""
+    for name in names:
+        with suppress(Exception):
+            importlib.import_module(name)
 
 
 def package_version(name: str) -> str:
@@ -131,6 +140,16 @@ def _defining_modules(model: nn.Module) -> set[str]:
     """Returns the names of the imported Python modules that define classes of the model's modules."""
     classes = {base for part in model.modules() for base in type(part).__mro__}
     return {c.__module__ for c in classes} & sys.modules.keys()
+
+
+def _installed_modules(model: nn.Module) -> set[str]:
+    """Returns those of `_defining_modules` that are installed, other than torch's."""
+    return {
+        name
+        for name in _defining_modules(model)
+        if not is_internal_file(getattr(sys.modules[name], "__file__", None) or "<>")
+        and _user_file(sys.modules[name]) is None
+    }
 
 
 def _imported_modules(module: ModuleType) -> Iterator[str]:

@@ -437,7 +437,8 @@ class RerecordedCase:
 @dataclass(frozen=True)
 class ModelRef:
     """The user's model file, with what shows whether it has changed since compilation: hashes of it and of
-    the user's files that it imports, its parameters, and versions of packages that define its modules.
+    the user's files that it imports, its parameters, and versions of packages that define its modules. Ranks
+    import the Python modules of these before they fork loaders.
     """
 
     path: str
@@ -446,6 +447,7 @@ class ModelRef:
     imports: dict[str, str] = field(default_factory=dict)  # module name -> SHA-256 of its file
     packages: dict[str, str] = field(default_factory=dict)  # name -> version
     functions: tuple[str, ...] = ()  # functions of the user's code that are blocks, "MODULE:NAME"
+    modules: tuple[str, ...] = ()  # of the packages: those with classes in the model
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from secc.runtime.errors import RunComplete, UserError, printable_text
 from secc.runtime.host.child_processes import keep_freed_memory
 from secc.runtime.host.cpu_cores import available_cores
 from secc.runtime.host.folder_lock import hold_lock
+from secc.runtime.model.imported_code import import_package_modules
 from secc.runtime.model.item_seeds import derive_item_seed
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import UserModel
@@ -128,6 +129,8 @@ class RankContext(ExitStack):
         self.phases.begin("read the model file and its dataset")
         self.device = _choose_device(options.share_gpus)
         self.user_model = load_user_model(self.plan, directory)
+        if options.emulate is None:  # before loaders are forked: they build the model, too
+            import_package_modules(self.plan.model.modules)
         self.log_dir = options.log_dir or directory / "logs"
         if self.rank == 0:
             _check_writable(self.log_dir, options)

@@ -517,6 +517,7 @@ def make_model_ref(user: UserModel, meta: nn.Module, parameters: dict[str, str])
         {name: imported_code.digest_file(path) for name, path in files.items()},
         imported_code.find_package_versions(meta),
         user.function_blocks,
+        imported_code.find_package_modules(meta),
     )
 
 

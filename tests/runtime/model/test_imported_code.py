@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from secc.runtime.model.imported_code import find_imported_files, find_package_versions, package_version
+from secc.runtime.model.imported_code import (
+    find_imported_files,
+    find_package_modules,
+    find_package_versions,
+    import_package_modules,
+    package_version,
+)
 from secc.runtime.model.user_file import load_model_file
 
 NET = """
@@ -88,6 +94,15 @@ def test_packages_of_modules_have_their_versions() -> None:
     model = nn.Sequential(LlamaRMSNorm(4), nn.Linear(4, 4))
     assert find_package_versions(model) == {"transformers": transformers.__version__}
     assert find_package_versions(nn.Linear(4, 4)) == {}
+    assert find_package_modules(model) == ("transformers.models.llama.modeling_llama",)
+
+
+def test_modules_of_packages_are_imported_if_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    name = "transformers.models.llama.modeling_llama"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    import_package_modules(("no_such_package.net", name))
+    assert name in sys.modules
 
 
 def test_version_of_a_package_with_another_name_than_its_distribution() -> None:
