@@ -10,16 +10,24 @@ for its side inputs alone, and accumulates the results into the parameters.
 `torch.distributed.pipelining` splits its backwards in a similar way. Here the gradients are kept at every
 node, so a parameter that several nodes use receives each node's share; a side input shared by several nodes
 is summed in the first part.
+
+The second part goes through a few nodes at a time, those of the last layers first: gradients of weights are
+accumulated before the next ones are computed, so a rank has few of them twice, and the last second part of a
+step makes buckets of gradients final one after the other, as a whole backward does. Nodes that lead to the
+same parameter stay together, so each parameter is accumulated once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+PART_NODES = 4  # nodes with side inputs that the second part computes before it accumulates their gradients
 
 BackwardRoot = tuple[torch.Tensor, torch.Tensor]  # a tensor that the loss depends on, and its gradient
 GraphInput = tuple[Any, int]  # a node of the autograd graph and the index of one of its outputs
@@ -59,39 +67,56 @@ def split_backward(roots: Sequence[BackwardRoot], leaves: Sequence[torch.Tensor]
 def _accumulate_parameter_gradients(
     graph: _BackwardGraph, kept: KeptGradients, side_roots: Sequence[BackwardRoot]
 ) -> None:
-    """Accumulates the parameters' gradients from the gradients that entered the passing nodes."""
-    edges: list[torch.Tensor | GradientEdge] = [
-        GradientEdge(*e) for e in graph.shared_inputs if kept[e] is not None
-    ]
-    gradients = [g for e in graph.shared_inputs if (g := kept[e]) is not None]
-    for node, sides in graph.side_inputs.items():
-        sides_of_node = [GradientEdge(*e) for e in sides if e not in graph.shared_inputs]
-        entered = [
-            (GradientEdge(node, k), g)
-            for k in sorted(graph.used_outputs[node])
-            if (g := kept[node, k]) is not None
-        ]
-        if sides_of_node and entered:
-            outputs, output_gradients = [e for e, _ in entered], [g for _, g in entered]
-            side_gradients = cast(
-                "Sequence[torch.Tensor | None]",
-                torch.autograd.grad(
-                    outputs, sides_of_node, output_gradients, retain_graph=True, allow_unused=True
-                ),
-            )
-            reached = [(e, g) for e, g in zip(sides_of_node, side_gradients, strict=True) if g is not None]
-            edges += [e for e, _ in reached]
-            gradients += [g for _, g in reached]
-    # One backward over everything collected, so that each side graph runs once.
-    edges += [t for t, _ in side_roots]
-    gradients += [g for _, g in side_roots]
-    if edges:
-        torch.autograd.backward(edges, gradients)  # pyright: ignore[reportArgumentType]
+    """Accumulates the parameters' gradients from the gradients that entered the passing nodes, which are
+    dropped from `kept`."""
+    for part in graph.divide_sides(side_roots):
+        edges: list[torch.Tensor | GradientEdge] = []
+        gradients: list[torch.Tensor] = []
+        summed = dict.fromkeys(
+            e for n in part.nodes for e in graph.side_inputs[n] if e in graph.shared_inputs
+        )
+        for shared in summed:
+            if (total := kept.pop(shared)) is not None:
+                edges.append(GradientEdge(*shared))
+                gradients.append(total)
+        for node in part.nodes:
+            sides_of_node = [GradientEdge(*e) for e in graph.side_inputs[node] if e not in summed]
+            entered = [
+                (GradientEdge(node, k), g)
+                for k in sorted(graph.used_outputs[node])
+                if (g := kept.pop((node, k))) is not None
+            ]
+            if sides_of_node and entered:
+                outputs, output_gradients = [e for e, _ in entered], [g for _, g in entered]
+                side_gradients = cast(
+                    "Sequence[torch.Tensor | None]",
+                    torch.autograd.grad(
+                        outputs, sides_of_node, output_gradients, retain_graph=True, allow_unused=True
+                    ),
+                )
+                reached = [
+                    (e, g) for e, g in zip(sides_of_node, side_gradients, strict=True) if g is not None
+                ]
+                edges += [e for e, _ in reached]
+                gradients += [g for _, g in reached]
+        # One backward over everything collected, so that each side graph runs once.
+        edges += [t for t, _ in part.roots]
+        gradients += [g for _, g in part.roots]
+        if edges:
+            torch.autograd.backward(edges, gradients)  # pyright: ignore[reportArgumentType]
 
 
 def _run_whole_backward(roots: Sequence[BackwardRoot]) -> None:
     if roots:
         torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+
+
+@dataclass
+class _SidePart:
+    """Passing nodes and roots of which the side graphs run together."""
+
+    nodes: list[Any]
+    roots: list[BackwardRoot]
 
 
 class _BackwardGraph:
@@ -143,6 +168,46 @@ class _BackwardGraph:
                         self.used_outputs.setdefault(after, set()).add(k)
                         stack.append((after, False))
         return order
+
+    def divide_sides(self, side_roots: Sequence[BackwardRoot]) -> list[_SidePart]:
+        """Divides the nodes with side inputs and the roots into parts of `PART_NODES` or more, no two of
+        which lead to the same node. Parts are in the order of a backward, the same on all ranks of a replica,
+        since it depends on the graph alone."""
+        units: list[
+            tuple[list[Any], list[Any], list[BackwardRoot]]
+        ] = [  # where its side graphs begin, node, root
+            ([get_gradient_edge(root[0]).node], [], [root]) for root in side_roots
+        ]
+        units += [([m for m, _ in self.side_inputs[n]], [n], []) for n in reversed(self.side_inputs)]
+        parent, owner = list(range(len(units))), dict[Any, int]()
+
+        def find(unit: int) -> int:
+            while parent[unit] != unit:
+                parent[unit] = unit = parent[parent[unit]]
+            return unit
+
+        for unit, (tops, _, _) in enumerate(units):
+            stack = list(tops)
+            while stack:
+                node = stack.pop()
+                if node in owner:
+                    first, second = sorted((find(unit), find(owner[node])))
+                    parent[second] = first
+                    continue
+                owner[node] = unit
+                stack += [m for m, _ in node.next_functions if m is not None]
+        together: dict[int, _SidePart] = {}
+        for unit, (_, nodes, roots) in enumerate(units):
+            found = together.setdefault(find(unit), _SidePart([], []))
+            found.nodes += nodes
+            found.roots += roots
+        parts = [_SidePart([], [])]
+        for part in together.values():
+            if len(parts[-1].nodes) + len(parts[-1].roots) >= PART_NODES:
+                parts.append(_SidePart([], []))
+            parts[-1].nodes += part.nodes
+            parts[-1].roots += part.roots
+        return parts
 
     def has_nested_sides(self) -> bool:
         """Whether a side input leads to another side input: gradients kept at both would be counted twice."""

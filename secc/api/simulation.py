@@ -129,8 +129,8 @@ def measured_facts(m: StepMeasures, steps: int, planned_s: float | None) -> list
         *_one_order_facts(m),
         (
             "plan bound",
-            f"{m.plan_bound_s:.6g} s: all work of these layouts spread evenly over {m.gpus} ranks, or the"
-            " longest way of one sample",
+            f"{m.plan_bound_s:.6g} s: no numbers of replicas on {m.gpus} ranks make a step in these layouts"
+            f" shorter; {m.micro_batch_bound_s:.6g} s in micro-batches of at most as many samples",
         ),
         ("busy", ", ".join(f"{name} {share.busy:.0%} of {share.gpus}" for name, share in m.sections.items())),
         (

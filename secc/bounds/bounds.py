@@ -3,12 +3,16 @@
 The *schedule bound* holds for the plan's allocation: the ranks of each section, and the most samples in a
 micro-batch. The *plan bound* holds for every plan with the same layouts (degrees, recomputation, whole or
 split backwards, and all else that the work of a sample depends on) on as many devices, however many replicas
-there are and whoever shares ranks: all work, at the least that each sample can add, spread evenly, or the
-longest way of one sample through all its sections and back, without messages. Plans with other layouts may
-beat it; `secc.alloc.explain.least_step` bounds those. Both assume only that a micro-batch takes at least as
-long as each of its samples alone, and at least the sum of their weights (`secc/bounds/additive.py`). A
-`SampleVisit` is a sample's forward and backward in one section; its *head* and *tail* are the times that must
-pass before its start and after its end (`secc/bounds/work.py`).
+there are and micro-batches are formed: all work, at the least that each sample can add, spread evenly, or the
+longest way of one sample through all its sections and back, without messages. Those two hold whoever shares
+ranks. As secc's sections share all of their ranks or none, what whole replicas and the ends of pipelines take
+under that rule counts as well (`secc/bounds/allocations.py`). Plans with other layouts may beat it;
+`secc.alloc.explain.least_step` bounds those. With *its micro-batches*, the plan bound is about plans in which
+these have at most as many samples as in the plan; what takes time once in a micro-batch then counts more.
+These bounds assume only that a micro-batch takes at least as long as each of its samples alone, and at least
+the sum of their weights (`secc/bounds/additive.py`). A `SampleVisit` is a sample's forward and backward in
+one section; its *head* and *tail* are the times that must pass before its start and after its end
+(`secc/bounds/work.py`).
 
 A *pool* is a set of q0 ranks on which the work of some sections must be done: the ranks of one section, of
 sections that share ranks, or all ranks. Let S be any set of jobs of these sections (whole visits, or their
@@ -42,11 +46,12 @@ others (the global norm) and then takes its optimizer step: the longest of these
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 
+from secc.bounds.allocations import allocation_bound
+from secc.bounds.machine_bounds import BoundJob, best_set_bound, job_families, last_tail, packing_bound
 from secc.bounds.pipeline_bounds import (
     has_in_flight_slots,
     hold_times,
@@ -54,13 +59,11 @@ from secc.bounds.pipeline_bounds import (
     long_sample_bound,
     one_order_bound,
     round_trip_times,
+    takes_single_samples,
 )
-from secc.bounds.work import BatchWork, SampleVisit
+from secc.bounds.work import BatchWork
 from secc.runtime.plan.schema import Plan
-from secc.runtime.plan.step_program import SampleMeta, owes_backward
-
-# Up to this number of jobs every prefix is tried, beyond it prefixes that grow by a quarter.
-MAX_TRIED_PREFIXES = 64
+from secc.runtime.plan.step_program import SampleMeta
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,6 @@ class LowerBound:
 
     ns: int
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _BoundJob:
-    weight: int
-    head: int
-    tail: int
 
 
 def schedule_bound(plan: Plan, samples: Sequence[SampleMeta]) -> LowerBound:
@@ -89,8 +85,10 @@ def schedule_bound(plan: Plan, samples: Sequence[SampleMeta]) -> LowerBound:
 
 def schedule_bound_of_work(work: BatchWork) -> LowerBound:
     """`schedule_bound` of work that is computed already."""
-    even = LowerBound(_even_work_ns(work), "all work, spread evenly over all ranks")
-    return max([bound_without_prefetch(work), *prefetch_work_bounds(work), even], key=lambda b: b.ns)
+    even = LowerBound(_even_work_ns(work, own_sizes=True), "all work, spread evenly over all ranks")
+    others = LowerBound(micro_batch_bound_of_work(work), "all work, in any numbers of whole replicas")
+    found = [bound_without_prefetch(work), *prefetch_work_bounds(work), even, others]
+    return max(found, key=lambda b: b.ns)
 
 
 @lru_cache(maxsize=8)  # a step's own bound and the mean over steps ask for it
@@ -135,7 +133,7 @@ def bound_until_optimizer(work: BatchWork) -> LowerBound:
     """Bound on the time until all gradients are reduced."""
     best = max(_all_bounds(work), key=lambda b: b.ns)
     for name, stages in work.plan.pipelines.items():
-        if len(stages) > 1 and stages[0].micro_batch == 1 and owes_backward(stages[0]):
+        if takes_single_samples(stages):
             with_long_samples = long_sample_bound(work, stages, best.ns)
             best = (
                 LowerBound(with_long_samples, f"the longest samples on the ranks of {name}")
@@ -147,19 +145,28 @@ def bound_until_optimizer(work: BatchWork) -> LowerBound:
 
 def plan_bound(plan: Plan, samples: Sequence[SampleMeta]) -> int:
     """Ns that the global batch takes at least in the plan's layouts: its work if all ranks share it evenly
-    and never wait, or the longest way of one sample."""
+    and never wait, the longest way of one sample, or what whole replicas and the ends of pipelines take in
+    every allocation."""
     return plan_bound_of_work(BatchWork(plan, samples))
 
 
 def plan_bound_of_work(work: BatchWork) -> int:
     """`plan_bound` of work that is computed already."""
-    return max(_even_work_ns(work), work.longest_way_ns())
+    return allocation_bound(work, max(_even_work_ns(work), work.longest_way_ns()), own_sizes=False)
 
 
-def _even_work_ns(work: BatchWork) -> int:
-    """Ns that all work takes if all ranks share it evenly."""
+@lru_cache(maxsize=8)  # the schedule bound and measures ask for it
+def micro_batch_bound_of_work(work: BatchWork) -> int:
+    """The plan bound of plans in which micro-batches have at most as many samples as in this one."""
+    least = max(_even_work_ns(work, own_sizes=True), work.longest_way_ns())
+    return allocation_bound(work, least, own_sizes=True)
+
+
+def _even_work_ns(work: BatchWork, own_sizes: bool = False) -> int:
+    """Ns that all work takes if all ranks share it evenly. own_sizes: in micro-batches of at most as many
+    samples as in the plan."""
     # All tp ranks of a replica are busy for its whole work.
-    total = sum(sum(work.least_work(s.name)) * s.mesh.replica_size for s in work.sections)
+    total = sum(sum(work.least_work(s.name, own_sizes)) * s.mesh.replica_size for s in work.sections)
     return -(-total // max(1, work.plan.world_size))
 
 
@@ -169,16 +176,16 @@ def _all_bounds(work: BatchWork) -> Iterator[LowerBound]:
     for ranks, sections in _rank_pools(work, work.replica_ranks):
         where = ", ".join(sections)
         units = [u for name in sections for u in work.visits[name]]
-        for what, jobs in _job_families(units):
-            yield LowerBound(_best_set_bound(jobs, ranks), f"{what} on the ranks of {where}")
-            yield LowerBound(_packing_bound(jobs, ranks), f"the largest {what} on the ranks of {where}")
+        for what, jobs in job_families(units):
+            yield LowerBound(best_set_bound(jobs, ranks), f"{what} on the ranks of {where}")
+            yield LowerBound(packing_bound(jobs, ranks), f"the largest {what} on the ranks of {where}")
     tps = {s.name: s.mesh.replica_size for s in work.sections}
     for ranks, sections in _rank_pools(work, {s.name: s.mesh.ranks for s in work.sections}):
         if len({tps[name] for name in sections}) > 1:
             total = sum(
                 job.weight * tps[name]
                 for name in sections
-                for job in next(_job_families(work.visits[name]))[1]
+                for job in next(job_families(work.visits[name]))[1]
             )
             yield LowerBound(
                 -(-total // ranks),
@@ -189,19 +196,13 @@ def _all_bounds(work: BatchWork) -> Iterator[LowerBound]:
         if has_in_flight_slots(work, section):
             units, slots = work.visits[section.name], section.in_flight * section.mesh.dp
             jobs = [
-                _BoundJob(hold, u.forward_head, _last_tail(u))
+                BoundJob(hold, u.forward_head, last_tail(u))
                 for u, hold in zip(units, hold_times(work, section, trips), strict=True)
             ]
             yield LowerBound(
-                max(_best_set_bound(jobs, slots), _packing_bound(jobs, slots)),
+                max(best_set_bound(jobs, slots), packing_bound(jobs, slots)),
                 f"the in-flight limit of {section.name}",
             )
-
-
-def _last_tail(u: SampleVisit) -> int:
-    """Tail of a visit's last job."""
-    late = u.backward_tail if u.second_part_tail is None else u.second_part_tail
-    return u.forward_tail if late is None else late
 
 
 def _chain_lengths(work: BatchWork) -> Iterator[int]:
@@ -222,84 +223,3 @@ def _rank_pools(work: BatchWork, where: Mapping[str, Sequence[int]]) -> list[tup
     pools = sets | components | {frozenset().union(*sets)}
     sections_of_pool = {pool: [n for n in names if pool.issuperset(where[n])] for pool in pools}
     return sorted((len(pool), names) for pool, names in sections_of_pool.items())
-
-
-def _job_families(units: Sequence[SampleVisit]) -> Iterator[tuple[str, list[_BoundJob]]]:
-    """Yields (name, jobs): whole visits, forwards and backwards; with split backwards also all but either
-    end of a visit."""
-    with_backward = [
-        (u, h, t) for u in units if (h := u.backward_head) is not None and (t := u.backward_tail) is not None
-    ]
-    totals = [u.forward_weight + u.backward_weight + u.second_part_weight for u in units]
-    yield (
-        "all work",
-        [_BoundJob(w, u.forward_head, _last_tail(u)) for w, u in zip(totals, units, strict=True)],
-    )
-    if with_backward:
-        yield "forwards", [_BoundJob(u.forward_weight, u.forward_head, u.forward_tail) for u in units]
-        yield "backwards", [_BoundJob(u.backward_weight, h, t) for u, h, t in with_backward]
-    if any(u.second_part for u in units):
-        yield (
-            "forwards and input gradients",
-            [_BoundJob(u.forward_weight + u.backward_weight, u.forward_head, t) for u, _, t in with_backward],
-        )
-        yield (
-            "backwards and weights",
-            [
-                _BoundJob(u.backward_weight + u.second_part_weight, h, _last_tail(u))
-                for u, h, _ in with_backward
-            ],
-        )
-
-
-def _best_set_bound(jobs: Sequence[_BoundJob], ranks: int) -> int:
-    """The largest *sets* bound over the tried prefixes."""
-    orders = (
-        sorted(jobs, key=lambda j: -j.weight),
-        sorted(jobs, key=lambda j: -j.head),
-        sorted(jobs, key=lambda j: -j.tail),
-        sorted(jobs, key=lambda j: -j.head - j.tail),
-    )
-    best, sizes = 0, sorted(_prefix_sizes(len(jobs)))
-    for order in orders:
-        works = list(accumulate(j.weight for j in order))
-        heads, tails = [j.head for j in order], [j.tail for j in order]
-        for k in sizes:
-            best = _larger_set_bound(best, works[k - 1], heads[:k], tails[:k], min(ranks, k))
-    return best
-
-
-def _larger_set_bound(best: int, work: int, heads: list[int], tails: list[int], ranks: int) -> int:
-    """Maximum of `best` and of the minimum over q of (work + q smallest heads + q smallest tails) / q,
-    rounded up."""
-    heads.sort()
-    tails.sort()
-    if -(-(work + sum(heads[:ranks]) + sum(tails[:ranks])) // ranks) <= best:
-        return best  # the minimum is no larger than this for all ranks
-    sums = zip(range(1, ranks + 1), accumulate(heads), accumulate(tails), strict=False)
-    return max(best, min(-(-(work + h + t) // q) for q, h, t in sums))
-
-
-def _prefix_sizes(n: int) -> Iterable[int]:
-    """Sizes of the prefixes to try: all up to `MAX_TRIED_PREFIXES`, beyond that growing by a quarter."""
-    if n <= MAX_TRIED_PREFIXES:
-        return range(1, n + 1)
-    sizes, k = {n}, 1
-    while k < n:
-        sizes.add(k)
-        k += max(1, k // 4)
-    return sizes
-
-
-def _packing_bound(jobs: Sequence[_BoundJob], ranks: int) -> int:
-    """The largest *packing* bound over k."""
-    order = sorted(jobs, key=lambda j: -j.weight)
-    weights = list(accumulate(j.weight for j in order))
-    heads = list(accumulate((j.head for j in order), min))
-    tails = list(accumulate((j.tail for j in order), min))
-    best = 0
-    for k in range(1, (len(order) - 1) // ranks + 1):
-        last = k * ranks
-        smallest = weights[last] - (weights[last - k - 1] if last > k else 0)
-        best = max(best, heads[last] + smallest + tails[last])
-    return best

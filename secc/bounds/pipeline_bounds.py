@@ -124,6 +124,13 @@ def has_in_flight_slots(work: BatchWork, section: Section) -> bool:
 # -- long samples
 
 
+def takes_single_samples(stages: Sequence[Section]) -> bool:
+    """Whether `long_sample_bound` is about a pipeline: all ranks of a stage have one sample at a time. Where
+    subgroups of the ranks of cp compute different samples, these do not delay each other."""
+    first = stages[0]
+    return len(stages) > 1 and first.micro_batch == 1 and not first.may_deal and owes_backward(first)
+
+
 def long_sample_bound(work: BatchWork, stages: Sequence[Section], least: int) -> int:
     """Bound by long samples in ns, or `least` if it is not larger. Stages must take one sample at a time."""
     units = [{u.sample: u for u in work.visits[s.name]} for s in stages]

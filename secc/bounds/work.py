@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from secc.bounds.additive import split_additive
 from secc.bounds.traffic import Traffic, message_ns, sample_bytes
@@ -94,11 +95,13 @@ class BatchWork:
             WorkEdge(e.src, e.dst, returns_gradient(e, sections_by_name), self._message_times(e))
             for e in plan.edges
         ]
-        self.visits = self._build_visits()
+        self._weights = {s.name: self._additive_weights(s) for s in self.sections}
+        self.visits = self._build_visits(self.edges, self.prefetching, self.closing_ns, self._weights)
 
     def _measure_samples(self, section: Section) -> dict[int, tuple[int, int, int]]:
         """(forward, backward, second part of a split backward) ns of each active sample alone."""
-        forward, backward = self._costs.sample_times(section)
+        # Copies: sections with the same costs share the lists.
+        forward, backward = map(list, self._costs.sample_times(section))
         for subgroup, fitting in self._fitting_samples(section):
             own = self._costs.sample_times(replace(section, cost=subgroup.cost))
             for p in fitting:
@@ -127,13 +130,34 @@ class BatchWork:
             for p in shared_samples
         }
 
-    def _build_visits(self) -> dict[str, list[SampleVisit]]:
-        heads = self._heads(self.edges, self.prefetching)
-        tails = self._tails(self.edges, self.closing_ns)
+    def visits_in_any_plan(self, own_sizes: bool) -> dict[str, list[SampleVisit]]:
+        """Visits with what holds in any plan with these layouts: messages may stay on a rank, gradient sums
+        count as nothing, and `sections_ahead` may have worked ahead. own_sizes: micro-batches have at most as
+        many samples as in this plan; else any number."""
+        edges = [replace(a, message_ns=dict.fromkeys(a.message_ns, 0)) for a in self.edges]
+        weights = self._weights if own_sizes else self._weights_of_any_size
+        return self._build_visits(edges, self.sections_ahead(), dict.fromkeys(self.closing_ns, 0), weights)
+
+    def sections_ahead(self) -> set[str]:
+        """The sections that no update changes, which may have worked ahead in some plan."""
+        ahead = set[str]()
+        for s in self.sections:
+            if not owes_backward(s) and all(a.src in ahead for a in self.edges if a.dst == s.name):
+                ahead.add(s.name)
+        return ahead
+
+    def _build_visits(
+        self,
+        edges: Sequence[WorkEdge],
+        ahead: Collection[str],
+        closing_ns: Mapping[str, int],
+        weights_of_sections: Mapping[str, Mapping[int, tuple[int, int]]],
+    ) -> dict[str, list[SampleVisit]]:
+        heads, tails = self._heads(edges, ahead), self._tails(edges, closing_ns)
         found: dict[str, list[SampleVisit]] = {}
         for s in self.sections:
-            weights, backward = self._additive_weights(s), owes_backward(s)
-            last = self.closing_ns[s.name] if compute_kinds(s)[-1] == "W" else None
+            weights, backward = weights_of_sections[s.name], owes_backward(s)
+            last = closing_ns[s.name] if compute_kinds(s)[-1] == "W" else None
             found[s.name] = []
             for p in self.active_samples[s.name]:
                 f, b = ("F", s.name, p), ("B", s.name, p)
@@ -161,10 +185,7 @@ class BatchWork:
         """The longest way of one sample through all its sections and back, in any plan with these layouts:
         messages may stay on a rank, and sections that no update changes may have worked ahead."""
         edges = [replace(a, message_ns=dict.fromkeys(a.message_ns, 0)) for a in self.edges]
-        ahead = set[str]()
-        for s in self.sections:
-            if not owes_backward(s) and all(a.src in ahead for a in edges if a.dst == s.name):
-                ahead.add(s.name)
+        ahead = self.sections_ahead()
         heads = self._heads(edges, ahead)
         tails = self._tails(edges, dict.fromkeys(self.closing_ns, 0))
         return max(
@@ -177,12 +198,16 @@ class BatchWork:
             default=0,
         )
 
-    def least_work(self, section: str) -> list[int]:
+    def least_work(self, section: str, own_sizes: bool = False) -> list[int]:
         """The least that each active sample adds to a section's work, forward and backward, however
-        micro-batches are formed."""
-        found = self.plan.find_section(section)
-        weights = self._shares_of(found, max(1, len(self.active_samples[section])))
-        return [sum(weights[p]) for p in self.active_samples[section]]
+        micro-batches are formed. own_sizes: with at most as many samples as in the plan."""
+        weights = self._weights if own_sizes else self._weights_of_any_size
+        return [sum(weights[section][p]) for p in self.active_samples[section]]
+
+    @cached_property
+    def _weights_of_any_size(self) -> dict[str, dict[int, tuple[int, int]]]:
+        """(forward, backward) that samples add to micro-batches of any number of samples."""
+        return {s.name: self._shares_of(s, max(1, len(self.active_samples[s.name]))) for s in self.sections}
 
     def least_saved_bytes(self, section: Section) -> dict[int, int]:
         """The least that each active sample adds to the bytes that micro-batches of single samples, or dealt

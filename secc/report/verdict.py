@@ -94,7 +94,9 @@ def _bound_sentence(plan: Plan) -> str:
         f" The step is {step / bound - 1:.0%} above it." if step / bound >= 1.005 else " The step is there."
     )
     spread = float(simulated.get("plan_bound_s", 0.0))
-    even = f" No plan of these layouts takes less than {seconds_text(spread)}." if spread else ""
+    own_sizes = float(simulated.get("micro_batch_bound_s", 0.0))
+    with_sizes = f", none with its micro-batches less than {seconds_text(own_sizes)}" if own_sizes else ""
+    even = f" No plan of these layouts takes less than {seconds_text(spread)}{with_sizes}." if spread else ""
     return shortest + over + even
 
 

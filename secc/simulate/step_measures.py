@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from secc.bounds.bounds import (
     LowerBound,
+    micro_batch_bound_of_work,
     one_order_bound_of_work,
     plan_bound_of_work,
     schedule_bound_of_work,
@@ -48,6 +49,7 @@ class StepMeasures:
     waiting_s: mean time that a rank waits for other ranks to compute.
     in_flight: most micro-batches between forward and backward on any rank.
     one_order_bound_s: the bound on steps in which stages of a pipeline take micro-batches in one order.
+    micro_batch_bound_s: the plan bound of plans in which micro-batches have as many samples at most.
     beyond_memory: the rank that holds most beyond what its tensors may take, in words; "" if none does.
     mfu, peak_memory_gib (of the fullest rank): None where the plan does not say enough.
     """
@@ -64,6 +66,7 @@ class StepMeasures:
     in_flight: int
     peak_memory_gib: float | None
     one_order_bound_s: float = 0.0
+    micro_batch_bound_s: float = 0.0
     beyond_memory: str = ""
 
 
@@ -93,6 +96,7 @@ def measure_step(step: SimulatedStep, work: BatchWork | None = None) -> StepMeas
         ),
         peak_memory_gib=max(known) / GIB if known and len(known) == ranks else None,
         one_order_bound_s=one_order_bound_of_work(work).ns / 1e9,
+        micro_batch_bound_s=micro_batch_bound_of_work(work) / 1e9,
         beyond_memory=_describe_excess(held, memory),
     )
 
@@ -139,6 +143,7 @@ def mean_measures(steps: Sequence[StepMeasures], bound: LowerBound) -> StepMeasu
         in_flight=max(m.in_flight for m in steps),
         peak_memory_gib=max(peaks) if len(peaks) == n else None,
         one_order_bound_s=sum(m.one_order_bound_s for m in steps) / n,
+        micro_batch_bound_s=sum(m.micro_batch_bound_s for m in steps) / n,
         beyond_memory=next((m.beyond_memory for m in steps if m.beyond_memory), ""),
     )
 

@@ -98,3 +98,29 @@ def test_without_received_tensors_all_is_done_in_the_second_part() -> None:
     assert layer.weight.grad is None
     finish()
     assert layer.weight.grad is not None
+
+
+def test_the_second_part_accumulates_the_last_layers_first() -> None:
+    """While the gradients of the last layers are accumulated, those of the first are not computed yet."""
+    torch.manual_seed(0)
+    layers, leaf = [nn.Linear(8, 8) for _ in range(6)], torch.randn(4, 8, requires_grad=True)
+    out, order = nn.Sequential(*layers)(leaf), list[int]()
+    for place, layer in enumerate(layers):
+        layer.weight.register_post_accumulate_grad_hook(lambda p, place=place: order.append(place))
+        layer.weight.register_hook(lambda g, place=place: order.append(place + 10))
+    split_backward([(out, torch.ones_like(out))], [leaf])()
+    assert sorted(order) == [*range(6), *range(10, 16)]
+    assert {5, 4, 3, 2} == set(order[:8]) & set(range(6))
+    assert set(order[8:]) == {1, 0, 11, 10}
+
+
+def test_a_parameter_is_accumulated_once() -> None:
+    """Buckets of gradients are summed when their parameters are accumulated, so there is no second time."""
+    torch.manual_seed(0)
+    module, counts = Twice().double(), list[nn.Parameter]()
+    for p in module.parameters():
+        p.register_post_accumulate_grad_hook(counts.append)  # pyright: ignore[reportArgumentType]
+    leaf = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    outs = [module(leaf), module(leaf.detach()).mean()]
+    split_backward([(t, torch.ones_like(t)) for t in outs], [leaf])()
+    assert len(counts) == len({id(p) for p in counts}) > 10
