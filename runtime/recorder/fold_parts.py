@@ -48,9 +48,11 @@ class _Part:
 def fold_parts(recording: Recording, loops: Collection[str] = ()) -> Recording:
     """Return the recording with such loops folded; the recording itself if there are none.
 
-    `loops` are lines ("file:line") that cut tensors into several parts in other recordings. A slice there
-    that takes a whole tensor is the only part of it, so that short batches look like long ones.
+    `loops` are lines ("file:line") that cut tensors into several parts, or add up what is made of them, in
+    other recordings. A slice there that takes a whole tensor is the only part of it, and a sum that starts at
+    0 has a single summand, so that short batches look like long ones.
     """
+    _drop_zero_summands(recording, loops)
     if not any(_is_cut(n, loops) for n in recording.graph.nodes):
         return recording
     nodes = dict[fx.Node, fx.Node]()
@@ -69,8 +71,21 @@ def fold_parts(recording: Recording, loops: Collection[str] = ()) -> Recording:
     return replace(recording, graph=graph, inputs=inputs, folded_loops=folded)
 
 
+def _drop_zero_summands(recording: Recording, loops: Collection[str]) -> None:
+    """Replace, in place, sums of a tensor and the number 0 at these lines by the tensor."""
+    for node in list(recording.graph.nodes) if loops else ():
+        if not (_is_sum(node) and node.meta.get("where") in loops and "log" not in node.meta):
+            continue
+        tensors = [a for a in node.args if a != 0]
+        only: Any = tensors[0] if len(tensors) == 1 else None
+        if isinstance(only, fx.Node) and only.meta.get("dtype") == node.meta.get("dtype"):
+            node.replace_all_uses_with(only)
+            recording.graph.erase_node(node)
+
+
 class _PartFolder:
-    """Folds the loops of one graph in place. `lines` has the lines that cut tensors."""
+    """Folds the loops of one graph in place. `lines` has the lines that cut tensors and that add up what is
+    made of the parts."""
 
     def __init__(self, graph: fx.Graph, loops: Collection[str]) -> None:
         self._graph, self._loops = graph, loops
@@ -331,6 +346,7 @@ class _PartFolder:
         complete = [w for w, found in indices.items() if sorted(found) == list(range(counts[w]))]
         if not complete:
             return False
+        self.lines |= {root.meta["where"]}
         others = [
             s
             for s in summands

@@ -82,7 +82,7 @@ from secc.runtime.recorder.setting_tracker import SettingTracker, watch_attribut
 from secc.runtime.recorder.shape_dependencies import ShapeDependencies, is_fixed
 from secc.runtime.recorder.shortcuts import Shortcuts
 from secc.runtime.recorder.tensor_origins import TensorOrigins
-from secc.runtime.sections import forward_hooks
+from secc.runtime.sections import forward_hooks, gradient_hooks
 
 _FLEX_REMEDY = (
     "torch has no gradients of flex attention on CPUs, where plans are compared with plain PyTorch: use "
@@ -263,6 +263,7 @@ class Recorder:
         """Run forward. Returns the loss, and the other scalars and kept tensors; None if the recording ends
         early."""
         where = forward_source_line(type(self._model))
+        self._refuse_gradient_hooks("", self._model)
         try:
             arguments = self._unflatten_inputs(inputs)
             output = self._model(**arguments)
@@ -582,11 +583,24 @@ class Recorder:
         if self._is_opaque(path, module):
             result = self._record_block(path, module, args, kwargs)
         else:
+            self._refuse_gradient_hooks(path, module)
             self._open.append(path)
             result = module._call_impl(*args, **kwargs)
             self._open.pop()
         self._observer.on_exit(path, result)
         return result
+
+    def _refuse_gradient_hooks(self, path: str, module: nn.Module) -> None:
+        """Raise for a module outside of blocks with a hook on its gradients: only a block has these."""
+        hooks = gradient_hooks.module_hooks(module)
+        if not hooks:
+            return
+        name, where = gradient_hooks.describe_hook(hooks[0])
+        message = (
+            f"the hook {name} on the gradients of {path or 'the whole model'} runs in calls of blocks only"
+        )
+        remedy = "register it on modules inside that return rows of the samples, or on parameters"
+        raise BlockError(path, path or None, message, where, remedy)
 
     def _on_function_call(self, block: FunctionBlock, args: Any, kwargs: Any) -> Any:
         """A function that is a block is called."""

@@ -52,6 +52,7 @@ from secc.frontend.capture.block_layouts import annotate_block_layouts
 from secc.frontend.capture.capture import Capture, capture_model
 from secc.frontend.capture.code_blocks import PartTries
 from secc.frontend.capture.linear_blocks import annotate_linear_blocks
+from secc.frontend.capture.rare_samples import find_rare_samples, find_uncovered_line
 from secc.frontend.capture.whole_blocks import find_whole_blocks
 from secc.frontend.dataset import padding_policy as widths
 from secc.frontend.dataset import statistics
@@ -316,6 +317,7 @@ def load_and_capture(
             survey, inputs, capture = _capture_with_or_without_crops(user, meta, survey, inputs)
         except UserError as error:
             raise _find_eager_failure(error, user, meta, survey, options) or error from None
+        survey, capture = _capture_rare_paths(user, meta, survey, inputs, capture)
         inputs = statistics.apply_declared_sizes(user, survey, capture.inputs)
         if options.stats is not None:
             inputs = statistics.read_statistics(options.stats, inputs, survey)
@@ -431,6 +433,29 @@ def _capture_with_or_without_crops(
     uncropped = survey.without_crops()
     inputs = describe_inputs(user, uncropped)
     return uncropped, inputs, capture_model(user, meta, uncropped, inputs, tries=tries)
+
+
+def _capture_rare_paths(
+    user: UserModel, meta: nn.Module, survey: DatasetSurvey, inputs: ModelInputs, capture: Capture
+) -> tuple[DatasetSurvey, Capture]:
+    """Captures again with drawn samples that take a path which no capture took, if there are any. Raises
+    UserError for a path that cannot be captured: a run would meet it."""
+    rare = find_rare_samples(user, survey, capture)
+    if not rare:
+        return survey, capture
+    survey = survey.keeping(rare)
+    try:
+        capture = capture_model(user, meta, survey, inputs)
+    except UserError as error:
+        names = ", ".join(map(user.sample_name, rare))
+        error.message += f"; met with {names}, which took a path that the samples captured first did not take"
+        raise
+    for index, sample in rare.items():
+        pattern = next(d.pattern for d in survey.drawn_samples if d.index == index)
+        if line := find_uncovered_line(user, capture, pattern, sample):
+            message = f"{user.sample_name(index)} takes a path through forward that cannot be captured"
+            raise UserError(message, line, "decide by tensors (torch.where, a mask) instead of Python's `if`")
+    return survey, capture
 
 
 def _find_eager_failure(

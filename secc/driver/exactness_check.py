@@ -21,6 +21,7 @@ from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
 from secc.driver.global_switches import GlobalSwitch, find_global_switch
 from secc.driver.kept_state import refuse_kept_state
+from secc.driver.optional_inputs import find_changing_input
 from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
@@ -35,11 +36,17 @@ from secc.runtime.model.source_lines import error_source_line
 from secc.runtime.plan.batch_sizes import read_symbol_sizes
 from secc.runtime.plan.sample_predicates import describe_pattern
 from secc.runtime.plan.unsplit_reason import TOKEN_MIXING_REMEDY
+from secc.runtime.sections import gradient_hooks
 from secc.runtime.sections.base import load_plan_module
 from secc.runtime.training.eager_reference import FLOAT32_TOLERANCES, LossAndGradients
 from secc.runtime.training.evaluation import eval_mode
 from secc.runtime.training.evaluation_data import evaluation_plan
 from secc.runtime.training.one_rank_plan import CHECK_MICRO_BATCH, OneRankPlan, Reference, StepComparison
+
+_BRANCH_REMEDY = (
+    "a branch of forward on an input that some samples lack (`if x is None`) is taken for the whole batch:"
+    " choose by sample (a mask, torch.where), or let the branch only add a term to the loss"
+)
 
 
 @dataclass(frozen=True)
@@ -233,11 +240,14 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
             f"forward uses {d.worst} for all samples of a batch or for none, by the inputs that some of them"
             f" have ({pattern}): samples in micro-batches of their own are computed otherwise"
         )
-        remedy = (
-            "a branch of forward on an input that some samples lack (`if x is None`) is taken for the whole"
-            " batch: choose by sample (a mask, torch.where), or let the branch only add a term to the loss"
+        return InexactPlan(message, line, _BRANCH_REMEDY)
+    if inexact.pattern and (found := _find_changing_input(compiled, inexact.pattern)):
+        key, line = found
+        message = (
+            f"samples without {key!r} are computed otherwise where other samples of the batch have it"
+            f" ({pattern}), in the code around this use of it: alone they get another loss"
         )
-        return InexactPlan(message, line, remedy)
+        return InexactPlan(message, line, _BRANCH_REMEDY)
     if switch := _find_global_switch(compiled, inexact.pattern):
         message = (
             f"forward switches {switch.name}, which the code of this module may read, from {switch.first!r}"
@@ -268,6 +278,17 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
             "between samples; switch it off to see whether it is that"
         )
     return InexactPlan(message, str(compiled.user.path), remedy)
+
+
+def _find_changing_input(compiled: CompiledPlan, pattern: Sequence[str]) -> tuple[str, str] | None:
+    """Returns an optional input that changes samples without it, and the line that uses it, if there is
+    one."""
+    assert compiled.model is not None
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name) / "plan"
+        compiled.write_sections(directory)
+        rank = OneRankPlan(compiled.plan, directory, compiled.user, compiled.model)
+        return find_changing_input(compiled, rank, frozenset(pattern))
 
 
 def _find_global_switch(compiled: CompiledPlan, pattern: Sequence[str]) -> GlobalSwitch | None:
@@ -330,6 +351,7 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
             continue  # a sample that takes its own path is refused when a run meets it
         # If one micro-batch is inexact too, decisions are not the cause.
         if not parts.is_exact and rank.compare_step(samples, len(samples), reference).is_exact:
+            _refuse_gradient_hooks(rank, samples)
             refuse_faults_of_one(compiled, rank, samples, reference)
             message = (
                 f"{cause}: the loss of {len(samples)} samples together is not that of the same samples in"
@@ -352,10 +374,11 @@ def _check_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset
 
 
 def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset[str]) -> PatternCheck:
-    """Compares on the largest micro-batch of the survey: it has samples of several lengths and of smaller
-    patterns."""
+    """Compares on the largest micro-batch of the survey, which has samples of several lengths and of smaller
+    patterns, and samples of rare paths."""
     assert compiled.model is not None
-    samples = compiled.survey.compose_batches(pattern)[-1]
+    rare = compiled.survey.rare_samples(pattern)
+    samples = compiled.survey.compose_batches(pattern)[-1] + rare
     try:
         reference = _run_deterministic_reference(compiled, rank, samples)
     except UserError:
@@ -363,7 +386,7 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
             raise
         # Other inputs, such as lengths, may contradict shortened sequences.
         compiled = dataclasses.replace(compiled, survey=compiled.survey.without_crops())
-        samples = compiled.survey.compose_batches(pattern)[-1]
+        samples = compiled.survey.compose_batches(pattern)[-1] + rare
         reference = _run_deterministic_reference(compiled, rank, samples)
     _check_decisions(compiled, rank, pattern)
     # Random numbers must be the same in micro-batches of any size.
@@ -378,8 +401,38 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         raise
     worst = max(comparisons, key=lambda c: (not c.is_exact, max(c.difference.loss, c.difference.gradient)))
     if not worst.is_exact:
+        _refuse_gradient_hooks(rank, samples)
         refuse_faults_of_one(compiled, rank, samples, reference)
     return PatternCheck(tuple(sorted(pattern)), len(samples), worst)
+
+
+def _refuse_gradient_hooks(rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InexactPlan if the plan is exact without the user's hooks on gradients, and names the first that
+    makes it inexact by itself."""
+
+    def is_exact() -> bool:
+        return rank.compare_step(samples, CHECK_MICRO_BATCH, rank.run_reference(samples)).is_exact
+
+    hooks = list(gradient_hooks.iter_gradient_hooks(rank.model))
+    if not hooks:
+        return
+    with gradient_hooks.only_gradient_hooks(rank.model):
+        if not is_exact():
+            return
+    for name, table, key in hooks:
+        with gradient_hooks.only_gradient_hooks(rank.model, table, key):
+            if is_exact():
+                continue
+        function, where = gradient_hooks.describe_hook(table[key])
+        message = (
+            f"the hook {function} on the gradient of {name} gives another gradient for micro-batches than for"
+            " the whole batch: it sees a part of the sum"
+        )
+        remedy = (
+            "let hooks only watch, or treat a sum as its summands (a factor, a mask); gradients of the whole"
+            " batch are clipped by secc run --clip"
+        )
+        raise InexactPlan(message, where or str(rank.user.path), remedy)
 
 
 def refuse_small_batches(compiled: CompiledPlan, samples: Sequence[Mapping[str, Any]]) -> None:

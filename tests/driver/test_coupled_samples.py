@@ -54,9 +54,9 @@ def collate(samples):
 def test_a_branch_that_changes_samples_without_the_input_is_refused(tmp_path: Path) -> None:
     (tmp_path / "gated.py").write_text(GATED)
     made = compile_model(tmp_path / "gated.py", CompileOptions(cluster="local:2", global_batch=8))
-    with pytest.raises(InexactPlan, match="does not compute what plain PyTorch computes") as refused:
+    with pytest.raises(InexactPlan, match="samples without 'images' are computed otherwise") as refused:
         check_exactness(made, required=True)
-    assert "`if images is not None` that changes samples without it" in refused.value.remedy
+    assert refused.value.where == "gated.py:17" and "torch.where" in refused.value.remedy
 
 
 def test_a_weight_that_only_batches_without_an_input_use_is_named(tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ _ROTATIONS = 3  # choices of samples to try, for micro-batches with sizes that v
 # processes learn what blocks return.
 SLOW_RECORDING_SECONDS = 0.5
 _REPEATED_SAMPLE = (2, 1)  # how often a sample stands in batches of it alone
+_RARE_REPEATS = (
+    1,
+    3,
+    1,
+    2,
+    4,
+)  # how often one of a rare path stands in each ragged micro-batch: its rows vary
 _SINGLE_SAMPLES = 5  # that are recorded by themselves, if one of them takes a path of its own
 _FEWEST_COMBINATIONS = 3  # outcomes of conditions that one condition alone cannot have
 _MOST_KINDS = 5  # kinds of samples that are combined in all ways
@@ -121,6 +128,7 @@ class ProbeBatches:
                 for even in (False, True)
             )
             recordings += self._record_ragged_then_even(ragged, even)
+        recordings += self._record_rare_among_others()
         recordings += self._record_single_samples(recordings)
         recordings += self._record_other_combinations(recordings)
         recordings += self._record_masks_filled_apart(recordings)
@@ -133,6 +141,16 @@ class ProbeBatches:
         recordings += self._record_width_orders(deciding)
         self._deciding_pairs = deciding
         return [read_orders(o, deciding) for o in recordings]
+
+    def _record_rare_among_others(self) -> list[ObservedRecording]:
+        """Records the ragged micro-batches with each sample of a smaller pattern that takes a rare path."""
+        own = self._survey.kept_samples(self._pattern)
+        rare = [s for s in self._survey.rare_samples(self._pattern) if all(s is not o for o in own)]
+        return [
+            self._record_batch(self._collate([*b.samples, *[sample] * times]))
+            for sample in rare
+            for b, times in zip(self.ragged_batches, _RARE_REPEATS, strict=True)
+        ]
 
     def _record_width_orders(self, pairs: Sequence[WidthPair]) -> list[ObservedRecording]:
         """Records ragged micro-batches with each of two widths padded to the other and beyond it: some orders

@@ -44,12 +44,14 @@ HEAVY_MEDIAN_RATIO = 2
 @dataclass(frozen=True)
 class DrawnSample:
     """A sample of the survey: its dataset index, the shapes of `collate([sample])`, its pattern, and the
-    sample itself if it was kept in memory."""
+    sample itself if it was kept in memory. is_rare: it takes a path through forward that the samples kept
+    first do not take."""
 
     index: int
     shapes: KeyShapes
     pattern: InputPattern
     sample: Sample | None
+    is_rare: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,19 @@ class DatasetSurvey:
     def without_crops(self) -> DatasetSurvey:
         """Returns the survey with the dataset's own samples only, for models that refuse cropped ones."""
         return replace(self, may_crop=False)
+
+    def keeping(self, rare: Mapping[int, Sample]) -> DatasetSurvey:
+        """Returns the survey with these samples, by index, kept too."""
+        drawn = (
+            replace(d, sample=rare[d.index], is_rare=True) if d.index in rare else d
+            for d in self.drawn_samples
+        )
+        return replace(self, drawn_samples=tuple(drawn))
+
+    def rare_samples(self, pattern: InputPattern) -> list[Sample]:
+        """Returns the samples that were kept for the path that they take and that a micro-batch of this
+        pattern may hold."""
+        return [d.sample for d in self.drawn_samples if d.is_rare and d.pattern <= pattern and d.sample]
 
     def samples_of(self, pattern: InputPattern) -> list[Sample]:
         """Returns the kept samples of exactly this pattern, in the dataset's order."""

@@ -139,3 +139,22 @@ def test_a_loop_over_parts_becomes_one_pass_if_no_op_mixes_rows(name: str) -> No
     torch.testing.assert_close(
         Replay(model, recording.graph, recording.constants).compute_loss(BATCH), model(**BATCH)
     )
+
+
+def test_a_batch_of_one_part_looks_like_longer_ones() -> None:
+    def loss(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        total = 0.0
+        for rows, labels in zip(h.split(4), y.split(4), strict=True):
+            scores = head(rows)
+            total = (
+                total
+                + F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum")
+                + scores.pow(2).sum()
+            )
+        return total / (y != 9).sum()
+
+    model, short = Looped(loss), {k: v[:3] for k, v in BATCH.items()}
+    long = fold_joins(record_forward(model, BATCH, ["body", "head"]))
+    one = fold_joins(record_forward(model, short, ["body", "head"]), long.folded_loops)
+    assert [n.target for n in one.graph.nodes] == [n.target for n in long.graph.nodes]
+    torch.testing.assert_close(Replay(model, one.graph, one.constants).compute_loss(short), model(**short))

@@ -1,0 +1,57 @@
+"""An optional input that changes samples without it is named, with the line that uses it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
+from secc.errors import UserError
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.row, self.picture, self.head = nn.Linear(4, 8), nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, row, label, picture=None):
+        tokens = [self.row(row)[:, None]]
+        if picture is not None:
+            tokens.append(self.picture(picture)[:, None])
+        return F.cross_entropy(self.head(torch.cat(tokens, 1).tanh().mean(1)), label)
+
+
+def model():
+    return Model()
+
+
+def dataset():
+    g = torch.Generator().manual_seed(0)
+    made = [{"row": torch.randn(4, generator=g), "label": torch.tensor(i % 5)} for i in range(24)]
+    for sample in made[::3]:
+        sample["picture"] = torch.randn(6, generator=g)
+    return made
+
+
+def collate(samples):
+    batch = {key: torch.stack([s[key] for s in samples]) for key in ("row", "label")}
+    if any("picture" in s for s in samples):
+        batch["picture"] = torch.stack([s.get("picture", torch.zeros(6)) for s in samples])
+    return batch
+"""
+
+
+def test_an_input_that_changes_samples_without_it_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    made = compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=12))
+    with pytest.raises(UserError, match="samples without 'picture' are computed otherwise") as error:
+        check_exactness(made, required=True)
+    assert error.value.where == "model.py:15" and "torch.where" in error.value.remedy
