@@ -6,8 +6,9 @@ from typing import Any
 
 from xdsl.ir import SSAValue
 
+from secc.ir.analysis.dataflow import producer_of
 from secc.ir.dialect import argument_template
-from secc.ir.dialect.ops import Computation
+from secc.ir.dialect.ops import CallOp, Computation, ParamOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.approximations import take_function_of_sums
 from secc.passes.loss.batch_statistics import reads_statistics
@@ -347,4 +348,20 @@ def _refuse_divisor(ctx: LossContext, op: Computation, below: SSAValue) -> Value
         return ctx.refuse_op(op, "divides by a value that depends on all samples and is no sum over them")
     cause = "on ops that Python chooses by the inputs" if is_rerecorded(below) else "on a block's result"
     remedy = "divide by something that inputs alone decide, such as the number of labels or the sum of a mask"
+    if parameter := _only_parameter_behind(below):
+        cause, remedy = f"on the parameter {parameter}", "register it as a buffer, which a plan knows"
     return take_function_of_sums(ctx, op, f"divides by a sum over samples that depends {cause}", remedy)
+
+
+def _only_parameter_behind(value: SSAValue) -> str:
+    """The name of the parameter or buffer that a value depends on, "" where it depends on a block."""
+    queue, seen, found = [value], set[SSAValue](), ""
+    while queue:
+        op = producer_of(queue.pop())
+        if isinstance(op, CallOp):
+            return ""
+        if isinstance(op, ParamOp):
+            found = found or op.path.data
+        queue += [o for o in op.operands if o not in seen]
+        seen.update(op.operands)
+    return found

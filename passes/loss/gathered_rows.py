@@ -81,14 +81,26 @@ class _WholeBatchOp:
         if known is not None:
             return known
         if not isinstance(ctx.state_of(value), LocalState) or self._tells_places(value):
-            made = self.copy(_glue_behind(value))
-            for old, new in zip(_glue_behind(value).results, made.results, strict=True):
-                self.versions[old] = new
-            return self.versions[value]
+            return self._compute_again(value)
         if not ctx.carries_samples(value):
             return value
+        if not self._is_gatherable(tensor_type(value)):  # rows of two encoders one after the other
+            return self._compute_again(value)
         self.versions[value] = self._gather(value)
         return self.versions[value]
+
+    def _compute_again(self, value: SSAValue) -> SSAValue:
+        """The value for the global batch, from its operands for the global batch."""
+        made = self.copy(_glue_behind(value))
+        for old, new in zip(_glue_behind(value).results, made.results, strict=True):
+            self.versions[old] = new
+        return self.versions[value]
+
+    def _is_gatherable(self, type: TensorType) -> bool:
+        """Whether a tensor has one row of fixed size for each sample."""
+        dims = self.ctx.sample_dims(type)
+        sizes = [d for i, d in enumerate(type.shape) if i not in dims]
+        return len(dims) == 1 and type.shape[dims[0]] == _OWN and all(d.is_Integer for d in sizes)
 
     def _tells_places(self, value: SSAValue) -> bool:
         """Whether a value made of inputs depends on where samples stand in the batch, or pairs them: a
@@ -104,8 +116,6 @@ class _WholeBatchOp:
         pending, type, like = self.ctx.pending, tensor_type(value), producer_of(value)
         dims = self.ctx.sample_dims(type)
         sizes = [d for i, d in enumerate(type.shape) if i not in dims]
-        if len(dims) != 1 or type.shape[dims[0]] != _OWN or not all(d.is_Integer for d in sizes):
-            raise _NotGathered
         if not isinstance(like, Computation):
             like = next(iter(self.ctx.case_computations()))
         rows, dim = value, dims[0]

@@ -16,7 +16,7 @@ from secc.ir.dialect.readable_names import (
 )
 from secc.ir.dialect.size_expr import Expr, evaluate_size, size_symbol
 from secc.ir.dialect.tensor_type import tensor_type
-from secc.passes.loss.approximations import take_function_of_sums
+from secc.passes.loss.approximations import WHOLE_BATCH_MODULE, take_function_of_sums
 from secc.passes.loss.batch_positions import find_misplaced
 from secc.passes.loss.loss_context import LossContext, has_one_entry, is_floating
 from secc.passes.loss.op_tables import (
@@ -259,11 +259,10 @@ def _states_of_summed(ctx: LossContext, op: Computation) -> list[ValueState]:
         return [LOCAL_STATE] * len(op.results)
     name = find_sum_origin(ctx, op)
     why = f"is applied to a sum over samples{f' (made at {name})' if name else ''}, and is not linear"
-    return [
-        take_function_of_sums(
-            ctx, op, why, "apply it to each sample before the sum or mean, or leave it out of the loss"
-        )
-    ] * len(op.results)
+    remedy = "apply it to each sample before the sum or mean, or leave it out of the loss"
+    if any(ctx.carries_samples(r) for r in op.results):  # rows that a mean of the batch was taken from
+        remedy += f"; or {WHOLE_BATCH_MODULE}"
+    return [take_function_of_sums(ctx, op, why, remedy)] * len(op.results)
 
 
 def find_sum_origin(ctx: LossContext, op: Operation) -> str:

@@ -357,3 +357,8 @@ def describe_origin(node: fx.Node) -> str:
         visited.append(n)
     names = [n.target for n in visited if n.op == "get_attr" and not str(n.target).startswith("_constant")]
     return f"the parameter {names[0]}" if names else "a block's result"
+
+
+def makes_nested_tensor(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op makes a nested tensor or takes one."""
+    return "nested" in str(func) or any(t.is_nested for t in argument_tensors(args, kwargs))

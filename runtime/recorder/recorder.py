@@ -57,7 +57,7 @@ from secc.runtime.recorder.block_results import (
 from secc.runtime.recorder.finalize import finalize_graph
 from secc.runtime.recorder.function_calls import record_function_apply
 from secc.runtime.recorder.functionalise import functionalise_tape, has_mutations
-from secc.runtime.recorder.glue_ops import GlueRecorder, OpExecutor, argument_tensors
+from secc.runtime.recorder.glue_ops import GlueRecorder, OpExecutor, argument_tensors, makes_nested_tensor
 from secc.runtime.recorder.graph_tape import Tape, describe_moment
 from secc.runtime.recorder.hazards import BlockWatch
 from secc.runtime.recorder.interception import (
@@ -97,6 +97,10 @@ _UNWRITABLE_ARGUMENT_REMEDIES = {
 NO_BATCH_STATE_REMEDY = (
     "let what is kept from batch to batch change after the step (in the optimizer, or between runs), "
     "not in forward"
+)
+_NESTED_MESSAGE = "forward makes a nested tensor between its modules, which cannot be recorded"
+_NESTED_REMEDY = (
+    "make and use it inside one nn.Module that takes lists or padded tensors and returns padded ones"
 )
 ResultShapeRules = Mapping[str, TensorShapes]
 NO_SHAPE_RULES: ResultShapeRules = {}
@@ -383,6 +387,8 @@ class Recorder:
 
     def on_glue_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record an op between blocks."""
+        if makes_nested_tensor(func, args, kwargs):
+            self.fail(_NESTED_MESSAGE, _NESTED_REMEDY)
         self._touched.mark_used((args, kwargs))
         out = self._glue.run_op(func, args, kwargs)
         if is_random(func, args, kwargs):

@@ -12,7 +12,7 @@ import io
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
@@ -314,7 +314,8 @@ def load_and_capture(
         survey, inputs = _describe_with_or_without_crops(user, survey)
     with time_step("capture"):
         try:
-            survey, inputs, capture = _capture_with_or_without_crops(user, meta, survey, inputs)
+            chosen = _modules_without_weights(meta, options.whole_batch)
+            survey, inputs, capture = _capture_with_or_without_crops(user, meta, survey, inputs, chosen)
         except UserError as error:
             raise _find_eager_failure(error, user, meta, survey, options) or error from None
         survey, capture = _capture_rare_paths(user, meta, survey, inputs, capture)
@@ -417,14 +418,21 @@ def _describe_with_or_without_crops(
     return uncropped, describe_inputs(user, uncropped)
 
 
+def _modules_without_weights(meta: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of modules without parameters and buffers, which are no blocks unless chosen."""
+    modules = dict(meta.named_modules())
+    known = (n for n in names if n in modules)
+    return tuple(n for n in known if not [*modules[n].parameters(), *modules[n].buffers()])
+
+
 def _capture_with_or_without_crops(
-    user: UserModel, meta: nn.Module, survey: DatasetSurvey, inputs: ModelInputs
+    user: UserModel, meta: nn.Module, survey: DatasetSurvey, inputs: ModelInputs, chosen: Sequence[str]
 ) -> tuple[DatasetSurvey, ModelInputs, Capture]:
     """Captures with shortened samples; if the model refuses those, with the dataset's own lengths, which then
     look constant."""
     tries = PartTries()
     try:
-        return survey, inputs, capture_model(user, meta, survey, inputs, tries=tries)
+        return survey, inputs, capture_model(user, meta, survey, inputs, blocks=chosen, tries=tries)
     except UserError as error:
         # Samples are also shortened to follow paths that few samples take, which forward may refuse.
         is_refused_by_forward = survey.may_crop and error.__cause__ is not None
@@ -432,7 +440,7 @@ def _capture_with_or_without_crops(
             raise
     uncropped = survey.without_crops()
     inputs = describe_inputs(user, uncropped)
-    return uncropped, inputs, capture_model(user, meta, uncropped, inputs, tries=tries)
+    return uncropped, inputs, capture_model(user, meta, uncropped, inputs, blocks=chosen, tries=tries)
 
 
 def _capture_rare_paths(
@@ -445,7 +453,7 @@ def _capture_rare_paths(
         return survey, capture
     survey = survey.keeping(rare)
     try:
-        capture = capture_model(user, meta, survey, inputs)
+        capture = capture_model(user, meta, survey, inputs, blocks=capture.chosen_blocks)
     except UserError as error:
         names = ", ".join(map(user.sample_name, rare))
         error.message += f"; met with {names}, which took a path that the samples captured first did not take"

@@ -31,6 +31,7 @@ LOSSES = {
     "clip": ("image", "out"),
     "siglip": ("image", "out"),
     "supervised": ("image",),
+    "joined": ("image", "out"),
     "hardest": ("image", "out"),
     "spread": ("image",),
 }

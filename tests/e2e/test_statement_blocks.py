@@ -34,6 +34,7 @@ def name_lines(model: Path, first: str, last: str) -> str:
         ("learned_forces", "positions = positions.req", "pull =", False),
         ("handed_on", "state, scores", "logits =", False),
         ("sentence_lists", "told =", "return F.cross", False),
+        ("nested_sets", "padded =", "padded =", False),
         pytest.param("matched_targets", "queries =", "return F.cross", True, marks=pytest.mark.slow),
     ],
 )

@@ -157,3 +157,57 @@ def test_an_evaluation_uses_running_statistics(tmp_path: Path) -> None:
         expected = model(**user.collate(list(user.call_function("eval_dataset"))))
     found = next(m for m in read_metrics(tmp_path) if "eval" in m)
     assert found["loss"] == pytest.approx(float(expected), rel=1e-6)
+
+
+WHITENED = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Whiten(nn.Module):
+    def forward(self, x, mask):
+        mean = (x * mask).sum() / mask.sum()
+        return (x - mean) * torch.rsqrt(((x - mean) ** 2 * mask).sum() / mask.sum() + 1e-8)
+
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.whiten = nn.Embedding(20, 8), nn.Linear(8, 20), Whiten()
+
+    def forward(self, tokens, mask, advantages):
+        nll = F.cross_entropy(self.head(self.embed(tokens)).transpose(1, 2), tokens, reduction="none")
+        return (nll * self.whiten(advantages, mask) * mask).sum() / mask.sum()
+
+
+def model():
+    return Policy()
+
+
+def dataset():
+    g = torch.Generator().manual_seed(0)
+    made = []
+    for i in range(24):
+        n = 4 + i % 5
+        tokens = torch.randint(0, 20, (n,), generator=g)
+        made.append({"tokens": tokens, "advantages": torch.randn(n, generator=g)})
+    return made
+
+
+def collate(samples):
+    both = {k: nn.utils.rnn.pad_sequence([s[k] for s in samples], batch_first=True) for k in samples[0]}
+    lengths = torch.tensor([len(s["tokens"]) for s in samples])
+    return both | {"mask": (torch.arange(int(lengths.max())) < lengths[:, None]).float()}
+"""
+
+
+def test_a_module_without_weights_may_take_the_whole_batch(tmp_path: Path) -> None:
+    (tmp_path / "policy.py").write_text(WHITENED)
+    with pytest.raises(UserError, match="is applied to a sum over samples") as refused:
+        compile_model(tmp_path / "policy.py", CompileOptions())
+    assert refused.value.where == "policy.py:10" and "--whole-batch" in refused.value.remedy
+    options = CompileOptions(cluster="local:2", global_batch=12, whole_batch=("whiten",))
+    plan = check_exactness(compile_model(tmp_path / "policy.py", options), required=True).plan
+    assert [s.whole_batch for s in plan.sections if "whiten" in s.blocks] == [True]
+    assert any(not s.whole_batch for s in plan.sections)

@@ -42,6 +42,11 @@ class Towers(nn.Module):
         found = (scores.log_softmax(-1) * same).sum(-1) / same.sum(-1).clamp(min=1)
         return {"loss": -found.mean() + F.mse_loss(a, b)}
 
+    def joined(self, a: torch.Tensor, b: torch.Tensor, kind: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Candidates of two kinds, one behind the other: those of other samples are negatives, too."""
+        scores = self.scale.exp() * a @ torch.cat([b, F.normalize(b.flip(-1) + 1, dim=-1)]).T
+        return {"loss": F.cross_entropy(scores, torch.arange(len(a), device=a.device))}
+
     def hardest(self, a: torch.Tensor, b: torch.Tensor, kind: torch.Tensor) -> dict[str, torch.Tensor]:
         """The two hardest negatives of each sample."""
         scores = a @ b.T

@@ -112,7 +112,8 @@ class Capture:
 
     hazards: ops in blocks that couple the samples of a batch. draws: random ops. buffers: buffers outside
     of blocks that glue reads, with known values. recorder: what the captures were recorded with; it knows
-    the results of blocks. module_calls: what calls of modules showed.
+    the results of blocks. module_calls: what calls of modules showed. chosen_blocks: modules that the user
+    wants as blocks.
     """
 
     inputs: ModelInputs
@@ -127,6 +128,7 @@ class Capture:
     buffers: dict[str, torch.Tensor]
     recorder: Recorder
     module_calls: Mapping[str, ModuleCalls]
+    chosen_blocks: Sequence[str] = ()
 
     @property
     def has_fallbacks(self) -> bool:
@@ -159,10 +161,12 @@ def capture_model(
     can form.
 
     cut: components that are split into their layers as blocks. blocks: modules that the user wants as blocks.
-    before: an earlier capture of the model with the same samples. tries: of captures with other samples.
+    before: an earlier capture of the model with the same samples, and with blocks of the user's. tries: of
+    captures with other samples.
     Raises UserError, with file:line and remedy, for what cannot be captured.
     """
     tries = tries or PartTries()
+    blocks = before.chosen_blocks if before is not None else blocks
     functions, statements = FunctionChoice(user, model), StatementChoice(user, model)
     known_parts = len(user.function_blocks)
     while True:
@@ -243,6 +247,7 @@ def _capture_with_blocks(
         buffers,
         recorder,
         frontier.module_calls,
+        blocks,
     )
 
 
