@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors.torch import save_model
 
 from secc.runtime.model.user_file import load_model_file
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import Plan
 from secc.runtime.tensor_parallel.parameter_cuts import cut_of_shard
 from secc.runtime.training.eager_reference import GRADIENT_FLOOR, GRADIENT_TOLERANCE, LOSS_TOLERANCE
-from tools.train_plain import train_model
+from tools.train_plain import nudge_weights, train_model
 
 PRELOADED_MODULES = ["secc.runtime.training.trainer", "torch.distributed.checkpoint", "torch._dynamo"] + [
     f"transformers.models.{m}.modeling_{m}"
@@ -96,16 +97,27 @@ def train_in_one_process(
     gradients: Path,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    nudge: int = 0,
 ) -> TrainingResult:
-    """Trains with plain PyTorch: the whole global batch in one process. The results are on the CPU."""
+    """Trains with plain PyTorch: the whole global batch in one process. The results are on the CPU. `nudge`:
+    see `train_model`."""
     gradients.mkdir(exist_ok=True)
     os.environ["GRADIENTS"] = str(gradients)
-    model, losses = train_model(load_model_file(path), steps, global_batch, seed, device=device)
+    model, losses = train_model(load_model_file(path), steps, global_batch, seed, device=device, nudge=nudge)
     return TrainingResult(
         losses,
         torch.load(gradients / "rank.pt", map_location="cpu"),
         {n: p.detach().cpu() for n, p in model.named_parameters()},
     )
+
+
+def save_nudged_weights(path: Path, folder: Path, nudge: int, seed: int = 0) -> None:
+    """Saves a model file's initial weights, nudged as `train_model` does, for `--init`."""
+    torch.manual_seed(seed)
+    model = load_model_file(path).build_model()
+    nudge_weights(model, nudge)
+    folder.mkdir()
+    save_model(model, str(folder / "model.safetensors"))
 
 
 def train_distributed(plan: Path, world_size: int, steps: int, work: Path, *options: str) -> TrainingResult:
@@ -188,35 +200,64 @@ def read_metrics(log_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@dataclass(frozen=True)
+class Difference:
+    """How far one quantity of a run is from plain PyTorch, in units of its tolerance; `text` says it."""
+
+    quantity: str
+    tolerances: float
+    text: str
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether it is larger than the tolerance, or no number."""
+        return not self.tolerances <= 1
+
+
 def find_differences(found: TrainingResult, reference: TrainingResult) -> Iterator[str]:
     """Yields one line for each way in which a run differs from plain PyTorch beyond the tolerances."""
+    return (d.text for d in measure_differences(found, reference) if d.is_beyond)
+
+
+def measure_differences(found: TrainingResult, reference: TrainingResult) -> Iterator[Difference]:
+    """Yields how far each loss, gradient and parameter of a run is from plain PyTorch's."""
     yield from _loss_differences(found, reference)
     yield from _gradient_differences(found, reference)
     yield from _parameter_differences(found, reference)
 
 
-def _loss_differences(found: TrainingResult, reference: TrainingResult) -> Iterator[str]:
+def _loss_differences(found: TrainingResult, reference: TrainingResult) -> Iterator[Difference]:
     if len(found.losses) != len(reference.losses):
-        yield f"{len(found.losses)} steps instead of {len(reference.losses)}"
+        yield Difference(
+            "steps", float("inf"), f"{len(found.losses)} steps instead of {len(reference.losses)}"
+        )
     for step, (got, expected) in enumerate(zip(found.losses, reference.losses, strict=False)):
-        if abs(got - expected) > (LATER_LOSS_TOLERANCE if step else LOSS_TOLERANCE) * abs(expected):
-            yield f"loss of step {step + 1}: {got!r} instead of {expected!r}"
+        tolerance = (LATER_LOSS_TOLERANCE if step else LOSS_TOLERANCE) * abs(expected)
+        quantity = f"loss of step {step + 1}"
+        yield Difference(
+            quantity,
+            _in_tolerances(abs(got - expected), tolerance),
+            f"{quantity}: {got!r} instead of {expected!r}",
+        )
 
 
-def _gradient_differences(found: TrainingResult, reference: TrainingResult) -> Iterator[str]:
+def _gradient_differences(found: TrainingResult, reference: TrainingResult) -> Iterator[Difference]:
     total = _global_norm(reference)
     for name, expected in reference.gradients.items():
-        got = found.gradients.get(name)
+        got, quantity = found.gradients.get(name), f"gradient of {name}"
         if expected is None or got is None:
             if got is not expected:
-                yield f"gradient of {name}: {'none' if got is None else 'one'}, unlike in plain PyTorch"
-        elif (error := float((got - expected).norm())) > GRADIENT_TOLERANCE * float(
-            expected.norm()
-        ) + GRADIENT_FLOOR * total:
-            yield f"gradient of {name}: off by {error:.3g} of {float(expected.norm()):.3g}"
+                text = f"{quantity}: {'none' if got is None else 'one'}, unlike in plain PyTorch"
+                yield Difference(quantity, float("inf"), text)
+            continue
+        error, norm = float((got - expected).norm()), float(expected.norm())
+        tolerance = GRADIENT_TOLERANCE * norm + GRADIENT_FLOOR * total
+        yield Difference(
+            quantity, _in_tolerances(error, tolerance), f"{quantity}: off by {error:.3g} of {norm:.3g}"
+        )
 
 
-def _parameter_differences(found: TrainingResult, reference: TrainingResult) -> Iterator[str]:
+def _parameter_differences(found: TrainingResult, reference: TrainingResult) -> Iterator[Difference]:
     total, largest = _global_norm(reference), 2 * len(reference.losses) * LEARNING_RATE
     for name, expected in reference.parameters.items():
         difference = (found.parameters[name] - expected).abs()
@@ -226,9 +267,16 @@ def _parameter_differences(found: TrainingResult, reference: TrainingResult) -> 
             if gradient is None
             else gradient.abs() < NOISE_SHARE * total
         )
-        if not (difference <= torch.where(noise, largest, LATER_LOSS_TOLERANCE)).all():
-            steps = len(reference.losses)
-            yield f"parameter {name} after {steps} steps: off by {float(difference.max()):.3g}"
+        if not difference.numel():
+            continue
+        tolerances = (difference / torch.where(noise, largest, LATER_LOSS_TOLERANCE)).max()
+        steps = len(reference.losses)
+        text = f"parameter {name} after {steps} steps: off by {float(difference.max()):.3g}"
+        yield Difference(f"parameter {name}", float(tolerances), text)
+
+
+def _in_tolerances(error: float, tolerance: float) -> float:
+    return error / tolerance if tolerance else 0.0 if error == 0 else float("inf")
 
 
 def _global_norm(reference: TrainingResult) -> float:

@@ -26,11 +26,16 @@ def train_model(
     seed: int = 0,
     clip: float = 0.0,
     device: torch.device | str = "cpu",
+    nudge: int = 0,
 ) -> tuple[torch.nn.Module, list[float]]:
     """Returns the trained model and the loss of each step. Batch k consists of samples kN … (k+1)N-1 of the
-    dataset, wrapping around at epochs. The weights are drawn on the CPU whatever the device."""
+    dataset, wrapping around at epochs. The weights are drawn on the CPU whatever the device. `nudge`: if not
+    0, a seed with which each weight is first moved to the next number of its dtype, up or down."""
     torch.manual_seed(seed)
-    model = user.build_model().to(device)
+    model = user.build_model()
+    if nudge:
+        nudge_weights(model, nudge)
+    model = model.to(device)
     params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = user.build_optimizer(params)
     scheduler = user.build_scheduler(optimizer)
@@ -51,6 +56,16 @@ def train_model(
         if (step + 1) % 50 == 0:
             print(f"step {step + 1}/{steps}  loss {losses[-1]:.4f}  {time.time() - start:.0f} s", flush=True)
     return model, losses
+
+
+def nudge_weights(model: torch.nn.Module, seed: int) -> None:
+    """Moves each weight to the next number of its dtype, up or down as `seed` draws: by as much as rounding
+    does. The global random number generator is left alone."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            up = torch.rand(weight.shape, generator=generator) < 0.5
+            weight.copy_(torch.nextafter(weight, torch.where(up, torch.inf, -torch.inf).to(weight.dtype)))
 
 
 def main() -> None:

@@ -47,6 +47,7 @@ from tools.benchmark_table import BenchmarkTable, add_json_option
 from tools.compare_training import (
     TrainingResult,
     find_differences,
+    save_nudged_weights,
     train_distributed,
     train_in_one_process,
     write_recording_model,
@@ -226,32 +227,49 @@ def glue(compiled: CompiledPlan) -> str:
 
 
 def run_on_ranks(compiled: CompiledPlan, model: Path, folder: Path) -> str:
-    """`exact`, or the first thing in which the run differs. A plan may leave ranks without work, which do not
-    start."""
-    compiled.write_plan(folder / "plan", report_page)
+    """`exact`, or the first thing in which the run differs."""
     try:
-        reference = _reference(compiled, model, folder)
-        found = train_distributed(folder / "plan", compiled.plan.world_size, STEPS, folder / "run")
+        return compare_run(*train_on_ranks(compiled, model, folder))
     except AssertionError as error:
         return f"run: {error}".splitlines()[0]
+
+
+def train_on_ranks(
+    compiled: CompiledPlan, model: Path, folder: Path
+) -> tuple[TrainingResult, TrainingResult]:
+    """What the plan trains, and its reference. A plan may leave ranks without work, which do not start.
+    Raises AssertionError if a rank fails."""
+    compiled.write_plan(folder / "plan", report_page)
+    reference = train_reference(compiled, model, folder)
+    found = train_distributed(folder / "plan", compiled.plan.world_size, STEPS, folder / "run")
+    return found, reference
+
+
+def compare_run(found: TrainingResult, reference: TrainingResult) -> str:
+    """`exact`, or the first thing in which the run differs."""
     return next((f"run: {d}" for d in find_differences(found, reference)), EXACT)
 
 
-def _reference(compiled: CompiledPlan, model: Path, folder: Path) -> TrainingResult:
+def train_reference(compiled: CompiledPlan, model: Path, folder: Path, nudge: int = 0) -> TrainingResult:
     """Plain PyTorch; for a model that draws random numbers the plan for one rank, which was compared with the
-    eager model."""
+    eager model. `nudge`: see `train_model`."""
     if not compiled.plan.draws:
-        return train_in_one_process(model, GLOBAL_BATCH, STEPS, folder / "plain")
-    given = compiled.options
-    options = CompileOptions(
-        cluster="local:1",
-        global_batch=GLOBAL_BATCH,
-        global_sums=given.global_sums,
-        whole_batch=given.whole_batch,
-    )
-    alone = check_exactness(compile_model(model, options), required=True)
-    alone.write_plan(folder / "plan_of_one", report_page)
-    return train_distributed(folder / "plan_of_one", 1, STEPS, folder / "run_of_one")
+        return train_in_one_process(model, GLOBAL_BATCH, STEPS, folder / f"plain_{nudge}", nudge=nudge)
+    plan, weights = folder / "plan_of_one", folder / f"weights_{nudge}"
+    if not plan.exists():
+        given = compiled.options
+        options = CompileOptions(
+            cluster="local:1",
+            global_batch=GLOBAL_BATCH,
+            global_sums=given.global_sums,
+            whole_batch=given.whole_batch,
+        )
+        alone = check_exactness(compile_model(model, options), required=True)
+        alone.write_plan(plan, report_page)
+    if nudge:
+        save_nudged_weights(model, weights, nudge)
+    given_weights = ("--init", str(weights)) if nudge else ()
+    return train_distributed(plan, 1, STEPS, folder / f"run_of_one_{nudge}", *given_weights)
 
 
 def print_table(rows: Iterable[Row], json_file: Path | None) -> None:

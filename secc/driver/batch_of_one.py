@@ -59,13 +59,27 @@ def find_fault_of_one(
                 forward_source_line(type(model.get_submodule(path))),
                 f"let {path} compute each sample by itself (attention within it, its own positions)",
             )
-        return UserError(
-            what,
-            find_parameter_place(model, worst) or str(user.path),
-            "an operator behind this parameter is wrong for batches of one sample (in torch 2.13 batch norm"
-            " in eval mode on CPUs, before a transpose): use another module or another device",
-        )
+        return _wrong_operator(user, model, what, worst)
     return None
+
+
+def describe_fault_of_one(user: UserModel, model: nn.Module, worst: str, tolerances: float) -> UserError:
+    """Returns the error of a model with samples that have the gradients of the batch in twos but not alone,
+    while the loss is the same: that of parameter `worst` is off by so many tolerances."""
+    what = (
+        "plain PyTorch gives samples alone other gradients than in twos, although the loss is the same: "
+        f"{worst} is off by {tolerances:.3g} tolerances"
+    )
+    return _wrong_operator(user, model, what, worst)
+
+
+def _wrong_operator(user: UserModel, model: nn.Module, what: str, worst: str) -> UserError:
+    return UserError(
+        what,
+        find_parameter_place(model, worst) or str(user.path),
+        "an operator behind this parameter is wrong for batches of one sample (in torch 2.13 batch norm"
+        " in eval mode on CPUs, before a transpose): use another module or another device",
+    )
 
 
 def _find_worst_in_float64(user: UserModel, model: nn.Module, sample: Mapping[str, Any]) -> tuple[str, float]:

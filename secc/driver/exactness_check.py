@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from secc.driver.batch_of_one import find_fault_of_one
+from secc.driver.batch_of_one import describe_fault_of_one, find_fault_of_one
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
 from secc.driver.global_switches import GlobalSwitch, find_global_switch
@@ -27,12 +27,12 @@ from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
 from secc.frontend.capture.result_sizes import find_size_of_values
 from secc.frontend.dataset.padding_policy import WidthsReason
-from secc.frontend.tp_search.token_mixing import find_token_mixing
+from secc.frontend.tp_search.token_mixing import find_coupled_blocks, find_token_mixing
 from secc.ir.dialect.ops import ParamOp, PlacedRowsOp
 from secc.ir.text_io.verifier import source_line
 from secc.runtime.data.sample_metadata import check_placed_rows, find_placed_rows
 from secc.runtime.host.gc_control import slow_gc
-from secc.runtime.model.source_lines import error_source_line
+from secc.runtime.model.source_lines import error_source_line, forward_source_line
 from secc.runtime.plan.batch_sizes import read_symbol_sizes
 from secc.runtime.plan.sample_predicates import describe_pattern
 from secc.runtime.plan.unsplit_reason import TOKEN_MIXING_REMEDY
@@ -248,6 +248,9 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
             f" ({pattern}), in the code around this use of it: alone they get another loss"
         )
         return InexactPlan(message, line, _BRANCH_REMEDY)
+    together = compiled.survey.compose_batches(frozenset(inexact.pattern))[-1]
+    if error := _find_coupling(compiled, together):
+        return error
     if switch := _find_global_switch(compiled, inexact.pattern):
         message = (
             f"forward switches {switch.name}, which the code of this module may read, from {switch.first!r}"
@@ -289,6 +292,29 @@ def _find_changing_input(compiled: CompiledPlan, pattern: Sequence[str]) -> tupl
         compiled.write_sections(directory)
         rank = OneRankPlan(compiled.plan, directory, compiled.user, compiled.model)
         return find_changing_input(compiled, rank, frozenset(pattern))
+
+
+def _find_coupling(compiled: CompiledPlan, samples: Sequence[Mapping[str, Any]]) -> InexactPlan | None:
+    """Returns an error that names the blocks in which a sample's results depend on the others of its batch;
+    None if there are none."""
+    if compiled.model is None:
+        return None
+    paths = [b for s in compiled.plan.sections if not s.whole_batch for b in s.blocks]
+    coupled = find_coupled_blocks(compiled.model, ((), compiled.user.collate(samples)), paths, len(samples))
+    if not coupled:
+        return None
+    names = " and ".join(coupled)
+    message = (
+        f"{names} {'give' if len(coupled) > 1 else 'gives'} a sample another result when other samples come "
+        "with it (a value over the batch, or what is chosen by one), so micro-batches compute another loss "
+        "than the batch"
+    )
+    options = " ".join(f"--whole-batch {path}" for path in coupled)
+    remedy = (
+        f"compute nothing over the samples there; or {options}, exact: all samples of a step are then "
+        "computed at once"
+    )
+    return InexactPlan(message, forward_source_line(type(compiled.model.get_submodule(coupled[0]))), remedy)
 
 
 def _find_global_switch(compiled: CompiledPlan, pattern: Sequence[str]) -> GlobalSwitch | None:
@@ -353,6 +379,11 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         if not parts.is_exact and rank.compare_step(samples, len(samples), reference).is_exact:
             _refuse_gradient_hooks(rank, samples)
             refuse_faults_of_one(compiled, rank, samples, reference)
+            off = parts.difference
+            if off.loss <= 1 and len(samples) > 2 and rank.compare_step(samples, 2, reference).is_exact:
+                raise describe_fault_of_one(compiled.user, rank.model, off.worst, off.gradient)
+            if cause is DecisionCause.BLOCK_RESULT and (error := _find_coupling(compiled, samples)):
+                raise UserError(f"{cause}: {error.message}", error.where, error.remedy)
             message = (
                 f"{cause}: the loss of {len(samples)} samples together is not that of the same samples in"
                 " micro-batches"

@@ -3,18 +3,24 @@ depend on others, are named, and no plan is blamed for them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from secc.driver import exactness_check
 from secc.driver.batch_of_one import find_coupling_module
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import refuse_faults_of_one
 from secc.errors import UserError
+from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.runtime.model.user_file import load_model_file
+from secc.runtime.training.eager_reference import ResultDifference
 from secc.runtime.training.one_rank_plan import OneRankPlan
 
 MODEL = """
@@ -70,6 +76,30 @@ def test_a_wrong_gradient_of_one_sample_is_blamed_on_its_operator(share: float, 
     assert "norm" in error.value.message and "batches of one" in error.value.remedy
     assert error.value.where == "model.py:12"
     assert ("in float64, too" in error.value.message) == (share == SMALL_SHARE)
+
+
+def test_a_block_that_reads_values_is_not_blamed_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a sample twice in a batch has another loss than alone, its gradients in twos show the fault."""
+
+    def decided(_: BatchDecisions, pattern: frozenset[str]) -> Iterator[tuple[DecisionCause, str, object]]:
+        yield DecisionCause.BLOCK_RESULT, "model.py:1", compiled.survey.compose_batches(pattern)[-1]
+
+    def compare(samples: object, most: int, reference: object) -> Any:
+        off = ResultDifference(0.0, 1e4 if most == 1 else 0.1, "norm.bias")
+        return SimpleNamespace(difference=off, is_exact=most > 1)
+
+    (tmp_path / "model.py").write_text(MODEL.replace("SHARE", "1.0"))
+    monkeypatch.setattr(exactness_check, "refuse_faults_of_one", lambda *_: None)
+    monkeypatch.setattr(exactness_check, "_run_reference", lambda *_: None)
+    monkeypatch.setattr(BatchDecisions, "find_differing_batches", decided)
+    compiled = compile_model(tmp_path / "model.py", CompileOptions(cluster="local:1", global_batch=4))
+    rank: Any = SimpleNamespace(sections={}, model=compiled.model, compare_step=compare)
+    with pytest.raises(UserError, match="gives samples alone other gradients than in twos") as error:
+        exactness_check._check_decisions(compiled, rank, frozenset())  # pyright: ignore[reportPrivateUsage]
+    assert "norm.bias is off by 1e+04" in error.value.message and "batches of one" in error.value.remedy
+    assert error.value.where == "model.py:12"
 
 
 COUPLED = """

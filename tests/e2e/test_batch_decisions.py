@@ -108,6 +108,64 @@ def test_conditions_inside_blocks_are_compared_at_global_batch_size(
     ) as error:
         check_exactness(made, required=True)
     assert error.value.where.endswith("model.py:12")
+    assert "mid gives a sample another result when other samples come with it" in error.value.message
+    assert "--whole-batch mid, exact" in error.value.remedy
+    options = CompileOptions(cluster="local:2", global_batch=12, whole_batch=("mid",))
+    check_exactness(compile_model(tmp_path / "model.py", options), required=True)
+
+
+DELAYS = """
+import torch
+from torch import nn
+
+
+class Rolled(nn.Module):
+    def forward(self, x):
+        delay = int(x.abs().mean((0, 2)).argmax())
+        return x.roll(-delay, 1) * torch.linspace(0, 1, x.shape[1])[:, None]
+
+
+class Half(nn.Module):
+    def __init__(self, share):
+        super().__init__()
+        self.linear, self.rolled, self.share = nn.Linear(8, 8), Rolled(), share
+
+    def forward(self, x):
+        return x + self.share * self.rolled(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = Half(SHARE), Half(1.0), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x))).square().mean()
+
+
+def model():
+    return Model()
+
+
+def dataset():
+    g = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(16, 8, generator=g)} for _ in range(24)]
+"""
+
+
+@pytest.mark.parametrize("share", ("1.0", "1e-5"))
+def test_blocks_that_choose_by_a_mean_of_the_batch_are_named(share: str, tmp_path: Path) -> None:
+    """Also one in which the choice changes too little to be seen: it has a part of the same class."""
+    (tmp_path / "model.py").write_text(DELAYS.replace("SHARE", share))
+    with pytest.raises(UserError) as error:
+        check_exactness(
+            compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=12)),
+            required=True,
+        )
+    assert "first and second give a sample another result" in error.value.message
+    assert "--whole-batch first --whole-batch second, exact" in error.value.remedy
+    options = CompileOptions(cluster="local:2", global_batch=12, whole_batch=("first", "second"))
+    check_exactness(compile_model(tmp_path / "model.py", options), required=True)
 
 
 PICTURES = """

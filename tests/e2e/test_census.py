@@ -17,15 +17,15 @@ from torch import nn
 from transformers import CLIPVisionConfig, Sapiens2Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tools.census import row_processes
+from tools.census import row_check, row_processes
 from tools.census.batches import Batching
-from tools.census.catalog import STAGES, HiddenStates
+from tools.census.catalog import STAGES, HiddenStates, ModelRow
 from tools.census.documented import documented_inputs
 from tools.census.results import ResultFile
 from tools.census.row_check import Outcome, RowResult, check_row, named_option
 from tools.census.row_processes import Limits, run_rows
 from tools.census.rows import rows
-from tools.census.small_configs import small_config
+from tools.census.small_configs import HIDDEN, small_config
 from tools.census.table import read_table, write_table
 from tools.census.verdicts import RIGHT_REFUSALS, UNBUILT
 
@@ -155,6 +155,33 @@ def test_hidden_states_of_a_norm_are_trained() -> None:
 def test_a_placeholder_of_a_remedy_is_no_option() -> None:
     assert named_option("see --whole-batch BLOCK; or sum it") == ""
     assert named_option("or --whole-batch model.tower, exact") == "--whole-batch model.tower"
+    assert named_option("or --whole-batch a.b --whole-batch c, exact") == "--whole-batch a.b --whole-batch c"
+
+
+def test_options_of_several_messages_are_given_together() -> None:
+    row = RowResult("a/b", "a", Outcome.FAILED, option="--whole-batch a.b --whole-batch c --cluster local:2")
+    options = row_check._options(row)  # pyright: ignore[reportPrivateUsage]
+    assert (options.whole_batch, options.cluster) == (("a.b", "c"), "local:2") and not options.global_sums
+    row.option = "--global-sums"
+    options = row_check._options(row)  # pyright: ignore[reportPrivateUsage]
+    assert options.global_sums and options.cluster == row_check.CLUSTER and not options.whole_batch
+
+
+def test_places_count_rows_of_the_whole_batch() -> None:
+    places = [torch.tensor([[0, -1]]), torch.tensor([[1, 2]])]
+    rows = [{"p": p, "x": torch.ones(n, 4, 2)} for p, n in zip(places, (2, 1), strict=True)]
+    batch = Batching(joined=frozenset({"x"}), places={"p": "x"}).collate(rows)
+    assert batch["p"].tolist() == [[0, -1], [9, 10]] and batch["x"].shape == (3, 4, 2)
+
+
+@pytest.mark.parametrize("name", ("tower/imagegpt", "image-text/molmo2"))
+def test_rows_with_inputs_of_their_own_are_exact(name: str) -> None:
+    assert check_row(name).outcome is Outcome.EXACT
+
+
+def test_rows_have_other_values_of_a_configuration() -> None:
+    row = rows()["detection/rt_detr:num_denoising=0"]
+    assert isinstance(row, ModelRow) and row.build().config.num_denoising == 0  # type: ignore[attr-defined]
 
 
 def test_fewer_ranks_that_a_remedy_names_are_taken() -> None:
@@ -166,6 +193,14 @@ def test_fewer_ranks_that_a_remedy_names_are_taken() -> None:
 def test_parts_keep_their_own_number_of_key_value_heads() -> None:
     """PI0's experts have one, a Gemma has as many as heads by default."""
     assert small_config(CONFIG_MAPPING["pi0"]).dit_config.num_key_value_heads == 1  # type: ignore[attr-defined]
+
+
+def test_parts_keep_values_that_their_class_has_not_by_default() -> None:
+    """A decoder of an encoder and decoder attends to the encoder; PaliGemma's tower has no head."""
+    encoder_decoder = small_config(CONFIG_MAPPING["vision-encoder-decoder"])
+    assert encoder_decoder.decoder.add_cross_attention  # type: ignore[attr-defined]
+    assert not small_config(CONFIG_MAPPING["paligemma"]).vision_config.vision_use_head  # type: ignore[attr-defined]
+    assert small_config(CONFIG_MAPPING["mistral3"]).text_config.hidden_size == HIDDEN  # type: ignore[attr-defined]
 
 
 def test_sizes_of_dropout_in_lists_are_silent() -> None:

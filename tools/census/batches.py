@@ -25,7 +25,8 @@ LENGTHS = (5, 18)  # of a text
 class Batching:
     """How samples become a batch: 1-D keys in `padded` (with their value) are padded on the right, keys in
     `joined` are concatenated along dim 0, in `lined_up` along the last dim, keys in `listed` stay lists, all
-    others are stacked. `masks` gives the padding mask of a padded key. Keys that a sample lacks are
+    others are stacked. `masks` gives the padding mask of a padded key. A joined key in `places` counts rows
+    of another one, its first two dims taken together; -1 is no place. Keys that a sample lacks are
     optional."""
 
     padded: Mapping[str, float] = field(default_factory=dict)
@@ -33,6 +34,7 @@ class Batching:
     lined_up: frozenset[str] = frozenset()
     listed: frozenset[str] = frozenset()
     masks: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
 
     def collate(self, samples: Sequence[Sample]) -> Sample:
         """The batch of `samples`."""
@@ -41,6 +43,9 @@ class Batching:
             values = [s[key] for s in samples if key in s]
             if key in self.padded:
                 batch[key] = pad_sequence(values, batch_first=True, padding_value=self.padded[key])
+            elif key in self.places:
+                counts = [s[self.places[key]].flatten(0, 1).shape[0] for s in samples if key in s]
+                batch[key] = torch.cat(_shifted(values, counts))
             elif key in self.joined:
                 batch[key] = _concatenate(values)
             elif key in self.lined_up:
@@ -53,6 +58,12 @@ class Batching:
                 ones = [torch.ones(len(v), dtype=torch.long) for v in values]
                 batch[self.masks[key]] = pad_sequence(ones, batch_first=True)
         return batch
+
+
+def _shifted(values: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+    """Places among the rows of a sample as places among those of the batch."""
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return [torch.where(v >= 0, v + start, v) for v, start in zip(values, starts, strict=True)]
 
 
 def _concatenate(values: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -66,6 +66,13 @@ FAMILIES = (
     Family("hidden states", "TEXT_ENCODING", "hidden"),
     Family("hidden states", "BASE", "hidden"),
 )
+# Rows with another value of their configuration: an option of the model's own with which its loss separates.
+VARIANTS = tuple(
+    (f"detection/{t}", (("num_denoising", 0),)) for t in ("rt_detr", "rt_detr_v2", "d_fine", "deimv2")
+) + tuple(
+    (f"hidden-states/{t}", (("default_scale", 1.0),))
+    for t in ("autoformer", "informer", "time_series_transformer")
+)
 _BASE = "MODEL_MAPPING_NAMES"
 _PARTS = ("decoder", "text", "vision", "vision_model")
 STAGES = 4  # hidden states of a backbone below a head that gives a value for each pixel
@@ -155,13 +162,14 @@ class ModelRow(TaskRow):
     class_name: str
     sizes: Sizes = Sizes.ALL
     part: str = ""  # of the model, if not all of it
+    values: tuple[tuple[str, Any], ...] = ()  # of its configuration
 
     def entry(self) -> RowEntry:
         """The model at the first sizes that plain PyTorch trains."""
         return first_of_sizes(self, TaskRow.entry)
 
     def build(self) -> nn.Module:
-        options: dict[str, Any] = {}
+        options = dict[str, Any](self.values)
         if self.task in ("classes", "tokens", "segmentation", "detection", "masks"):
             options["num_labels"] = LABELS
         if self.task in ("segmentation", "depth"):
@@ -277,4 +285,9 @@ def model_rows() -> dict[str, Row]:
                 rows[row] = ZooRow(row, zoo_name)
             else:
                 rows[row] = ModelRow(row, family.task, model_type, class_name)
+    for name, values in VARIANTS:
+        base = rows[name]
+        assert isinstance(base, ModelRow)
+        variant = f"{name}:{','.join(f'{k}={v}' for k, v in values)}"
+        rows[variant] = replace(base, name=variant, values=values)
     return rows

@@ -4,7 +4,7 @@ tower of images or sounds before a language model, diffusers' denoisers and auto
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,9 +32,12 @@ from tools.zoo_models.parts import llama
 from tools.zoo_models.samples import IGNORED
 
 _FEATURE = VOCABULARY - 1  # the token where a tower's features go
+_TOWERS_OWN = "tower_"  # before the name of a tower's input that the text has, too
 _TEXT = dict(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN)
 ADAPTED = ("llama", "qwen2", "mistral", "gemma2", "gpt2", "opt", "gpt_neox", "bloom", "phi", "falcon")
 _OF_CODES = ("musicgen", "musicgen_melody")  # several codes for each step: no vocabulary of a Llama's
+# peft makes a prefix for each of the queries' heads: of keys with one head it makes too many.
+_ADAPTED_VALUES: dict[str, tuple[tuple[str, Any], ...]] = {"prefix/falcon": (("multi_query", False),)}
 ADAPTERS = ("lora", "dora", "ia3", "prompt", "prefix")
 
 
@@ -121,6 +124,7 @@ class Joined(nn.Module):
     ) -> torch.Tensor:
         embedded = self.language_model.get_input_embeddings()(input_ids)
         if seen:
+            seen = {k.removeprefix(_TOWERS_OWN): v for k, v in seen.items()}
             features = self.projector(_features(self.tower, seen)).flatten(0, 1)
             places = (input_ids == _FEATURE)[..., None].expand_as(embedded)
             embedded = embedded.masked_scatter(places, features.to(embedded.dtype))
@@ -149,7 +153,7 @@ class TowerRow(Row):
         bare = own.build()
         error: Exception = RecipeError("no recipe for a tower")
         for seen in recipes("hidden", HiddenTower(bare)):
-            if seen.batching.padded:
+            if seen.batching.padded and not seen.name.startswith("fixed"):
                 continue  # of one size, so that each gives equally many features
             try:
                 return self._entry(own, seen)
@@ -158,12 +162,13 @@ class TowerRow(Row):
         raise RecipeError(f"{type(error).__name__}: {error}") from error
 
     def _entry(self, own: ModelRow, seen: Recipe) -> RowEntry:
-        example = seen.batching.collate([seen.draw(torch.Generator().manual_seed(0))])
+        example = {k: v[None] for k, v in seen.draw(torch.Generator().manual_seed(0)).items()}
 
         def build() -> nn.Module:
             device = torch.get_default_device()
             return Joined(own.build(), {k: v.to(device) for k, v in example.items()})
 
+        named = {k: f"{_TOWERS_OWN}{k}" if k == "input_ids" else k for k in example}
         tokens = build().tokens
         assert isinstance(tokens, int)
 
@@ -175,10 +180,10 @@ class TowerRow(Row):
                 "input_ids": torch.cat([before, text]),
                 "labels": torch.cat([torch.full_like(before, IGNORED), text]),
             }
-            return sample | ({k: v[None] for k, v in seen.draw(g).items()} if has else {})
+            return sample | ({named[k]: v[None] for k, v in seen.draw(g).items()} if has else {})
 
         padded = {"input_ids": 0, "labels": IGNORED}
-        batching = Batching(padded, frozenset(example), masks={"input_ids": "attention_mask"})
+        batching = Batching(padded, frozenset(named.values()), masks={"input_ids": "attention_mask"})
         return _tried(build, Recipe(f"text and {seen.name}", draw, batching))
 
 
@@ -375,5 +380,6 @@ def compound_rows() -> dict[str, Row]:
     for adapter in ADAPTERS:
         for model_type in ADAPTED:
             name = f"{adapter}/{model_type}"
-            rows[name] = AdapterRow(name, "causal", causal[model_type], adapter)
+            values = _ADAPTED_VALUES.get(name, ())
+            rows[name] = AdapterRow(name, "causal", replace(causal[model_type], values=values), adapter)
     return rows

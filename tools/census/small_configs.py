@@ -263,6 +263,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "num_last_full_attention_layers": 1,
     },
     "oneformer": {"task_seq_len": 16},
+    "clvp_encoder": {"hidden_size": 4 * HIDDEN},  # heads as wide as their rotary positions at least
+    "clvp_decoder": {"decoder_fixing_codes": [83, 45, 45, 99]},
+    "molmo2": {"image_patch_id": WORDS + 10},
     "fastspeech2_conformer_hifigan": {"model_in_dim": MELS},
     "instructblipvideo": {"video_token_index": WORDS},
     "kyutai_speech_to_text": {
@@ -378,9 +381,26 @@ def _small_values(
     return values
 
 
+def _own_values(part: T.PreTrainedConfig) -> dict[str, Any]:
+    """The values of a part of a configuration that are not those of its class: `Idefics2Config` has a text
+    model with another `rms_norm_eps` than Mistral's."""
+    try:
+        usual = vars(type(part)())
+    except Exception:  # of a class that has to be given something
+        return {}
+    base = inspect.signature(T.PreTrainedConfig.__init__).parameters
+    names = inspect.signature(type(part).__init__).parameters.keys() - {"self", "kwargs", *base}
+    given = {name: vars(part)[name] for name in names if name in vars(part)}
+    return {
+        name: value
+        for name, value in given.items()
+        if not isinstance(value, T.PreTrainedConfig) and name in usual and value != usual[name]
+    }
+
+
 def _small_value(name: str, old: Any, config: T.PreTrainedConfig, tokens: Tokens, sizes: Sizes) -> Any:
     if isinstance(old, T.PreTrainedConfig):
-        return type(old)(**_small_values(old, tokens, sizes))
+        return type(old)(**_own_values(old) | _small_values(old, tokens, sizes))
     if _keeps_size(name, old, sizes):
         return old
     if _SILENT.search(name) and isinstance(old, float | bool):

@@ -4,8 +4,8 @@ with the sample collated alone.
 The comparison also shows that the samples of a batch are in order and independent of each other; edges
 between sections and micro-batches rely on both. Integers may depend on other samples if other keys show
 the order of their rows, or if each sample's are those of the sample alone plus one number: the index of an
-image in a packed batch and the ends of a graph's edges change with the batch, and collate computes them for
-each micro-batch.
+image in a packed batch, the ends of a graph's edges and the patches that a token pools change with the batch,
+and collate computes them for each micro-batch.
 """
 
 from __future__ import annotations
@@ -182,10 +182,11 @@ def _goes_on_counting(rows: torch.Tensor, dim: int, size: int) -> bool:
 
 def _shift_of(rows: torch.Tensor, part: torch.Tensor) -> int | None:
     """The number by which integers are larger than those of `part`; None if it is not one for all, or if they
-    are no integers."""
+    are no integers. Negative ones that stay as they are mark places without an index."""
     if rows.shape != part.shape or rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex():
         return None
-    shifts = (rows - part).unique().tolist()
+    marked = (part < 0) & (rows == part)
+    shifts = (rows - part)[~marked].unique().tolist()
     return (shifts or [0])[0] if len(shifts) < 2 else None
 
 

@@ -1,5 +1,6 @@
 """Finds mixtures of experts that give a token another result when other tokens come with it: a capacity for
-the whole batch, tokens dropped by their position. No micro-batch computes these as the whole batch does.
+the whole batch, tokens dropped by their position. No micro-batch computes these as the whole batch does. And
+any blocks that give a sample another result when other samples come with it.
 
 This only finds the words for what a comparison has refused, so that a message can name the line.
 """
@@ -7,7 +8,7 @@ This only finds the words for what a comparison has refused, so that a message c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +32,33 @@ def find_token_mixing(root: nn.Module, call: ModuleCall) -> dict[str, str]:
         if _mixes_tokens(mixtures[path], inner)
         and (code := getattr(inspect.unwrap(type(mixtures[path]).forward), "__code__", None)) is not None
     }
+
+
+def find_coupled_blocks(root: nn.Module, call: ModuleCall, paths: Iterable[str], samples: int) -> list[str]:
+    """Returns the paths of modules inside of `root` that give a sample another result when other samples of
+    the batch come with it, and of those with a part of the same class as what does so in them.
+
+    Each is called with the arguments that it has when the whole batch passes, so that none is blamed for what
+    stands before it. Modules with arguments that have no entry for each of the `samples` are left out.
+    """
+    inside = dict(root.named_modules())
+    blocks = {path: inside[path] for path in paths if path in inside}
+    parts = {p: m for path in blocks for p, m in inside.items() if f"{p}.".startswith(f"{path}.")}
+    calls = {p: c for p, c in record_first_calls(root, call, parts).items() if _count_entries(c) == samples}
+    coupled = {p for p, c in calls.items() if _mixes_tokens(parts[p], c)}
+    innermost = {p for p in coupled if not any(other.startswith(f"{p}.") for other in coupled)}
+    kinds = tuple({type(parts[p]) for p in innermost if not type(parts[p]).__module__.startswith("torch.")})
+    return [
+        path
+        for path, block in blocks.items()
+        if path in coupled or any(isinstance(m, kinds) for m in block.modules())
+    ]
+
+
+def _count_entries(call: ModuleCall) -> int:
+    """The entries along dim 0 of the first tensor."""
+    first = next((t for t in tree_leaves(call) if isinstance(t, torch.Tensor) and t.dim()), None)
+    return 0 if first is None else first.shape[0]
 
 
 def _mixes_tokens(mixture: nn.Module, call: ModuleCall) -> bool:

@@ -10,7 +10,7 @@ from tools.census.recipes.audio import rare_sounds, rare_spectrograms, spectrogr
 from tools.census.recipes.images import images, rare_images
 from tools.census.recipes.recipe import Recipe, config_value, drawn
 from tools.census.recipes.series import series
-from tools.census.recipes.texts import codes_of_steps, texts, texts_with_image, with_text
+from tools.census.recipes.texts import codes_of_steps, named_classes, texts, texts_with_image, with_text
 from tools.census.small_configs import HIDDEN
 
 _HEARD = {"input_features", "input_values"}
@@ -37,6 +37,10 @@ def rare_inputs(names: set[str], config: Any) -> Iterator[Recipe]:
     """Inputs that few models take: pairs of images, patches with places, sounds of codecs, hidden states."""
     for some in (rare_images, rare_sounds, codes_of_steps, rare_spectrograms):
         yield from some(names, config)
+    if "classes_structure" in names:
+        yield named_classes(config)
+    if "inputs" in names and (width := int(config_value(config, "d_model", default=0))):
+        yield Recipe("embedded inputs", drawn("inputs", 16, width), Batching())
     if "hidden_states" in names and "pixel_values" not in names:
         hidden = int(config_value(config, "hidden_size", default=HIDDEN))
         for shape in ((16, hidden), (hidden, 16), (1, 640)):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from tools.census.batches import Batching, noise, words
+from tools.census.batches import Batching, noise, sometimes, words
 from tools.census.recipes.images import image_shape
 from tools.census.recipes.modalities import feature_count
 from tools.census.recipes.recipe import FIXED, Recipe, config_value, drawn
 from tools.census.small_configs import MELS
 from tools.zoo_models.entry import Sample
-from tools.zoo_models.samples import IGNORED
+from tools.zoo_models.samples import IGNORED, integer
 
 
 def rare_language(names: set[str], config: Any, model: nn.Module) -> Iterator[Recipe]:
@@ -29,6 +30,8 @@ def rare_language(names: set[str], config: Any, model: nn.Module) -> Iterator[Re
         yield from _robot_steps(config, model)
     if "encoder_inputs_embeds" in names and "input_features" in names:
         yield from _words_of_frames(config, model)
+    if {"pixel_values", "image_token_pooling"} <= names:
+        yield _pooled_crops(config)
     if "qformer_input_ids" in names:
         yield from _questions_about_clips(config)
 
@@ -43,6 +46,39 @@ def _attended_images(config: Any) -> Recipe:
         return sample | {"image_attention_mask": torch.ones(FIXED[0], 1, dtype=torch.long)}
 
     return Recipe("fixed text and attended images", attended, Batching())
+
+
+def _pooled_crops(config: Any) -> Recipe:
+    """A text, every second one with an image as one or two crops of patches; each of the image's tokens pools
+    four patches, or those of them that there are."""
+    seen, token = config.vision_config, int(config.image_token_id)
+    side = math.isqrt(int(seen.num_position_embeddings))
+    pixels = seen.num_channels * seen.patch_size**2
+
+    def cropped(g: torch.Generator) -> Sample:
+        text, crops = words(g), integer(g, 1, 3) if sometimes(g) else 0
+        patches = torch.arange(crops * side**2).view(crops, side // 2, 2, side // 2, 2)
+        pooled = patches.transpose(2, 3).reshape(-1, 4)
+        pooled[:: side**2 // 4, 3] = -1
+        before = torch.full((len(pooled),), token)
+        sample: Sample = {
+            "input_ids": torch.cat([before, text]),
+            "labels": torch.cat([torch.full_like(before, IGNORED), text]),
+            "mm_token_type_ids": torch.cat([torch.ones_like(before), torch.zeros_like(text)]),
+        }
+        if not crops:
+            return sample
+        more = side // 2 if crops > 1 else 0
+        return sample | {
+            "pixel_values": noise(g, crops, side**2, pixels),
+            "image_token_pooling": pooled,
+            "image_grids": torch.tensor([[side // 2, side // 2, more, more]]),
+        }
+
+    padded = {"input_ids": 0, "labels": IGNORED, "mm_token_type_ids": 0}
+    joined = frozenset({"pixel_values", "image_grids"})
+    masks, places = {"input_ids": "attention_mask"}, {"image_token_pooling": "pixel_values"}
+    return Recipe("text and pooled crops", cropped, Batching(padded, joined, masks=masks, places=places))
 
 
 def _text_and_codes(books: int) -> Recipe:

@@ -11,6 +11,7 @@ from tools.census.batches import LENGTHS, Batching, Draw, noise, words
 from tools.census.recipes.images import image_shape
 from tools.census.recipes.recipe import END, FIXED, Recipe, config_value
 from tools.zoo_models.entry import Sample
+from tools.zoo_models.samples import integer
 
 
 def text_masks(names: set[str]) -> dict[str, str]:
@@ -80,6 +81,26 @@ def with_text(base: Recipe) -> Recipe:
         return {"input_ids": words(g, FIXED)} | base.draw(g)
 
     return Recipe(f"fixed text and {base.name}", draw, base.batching)
+
+
+def named_classes(config: Any) -> Recipe:
+    """An image, a task as a text, and one to three classes to find as texts of one length."""
+    channels, height, width = image_shape(config)
+
+    def named(g: torch.Generator) -> Sample:
+        count = integer(g, 1, 4)
+        classes = torch.stack([words(g, FIXED) for _ in range(count)])
+        return {
+            "pixel_values": noise(g, channels, height, width),
+            "classes_input_ids": classes,
+            "classes_attention_mask": torch.ones_like(classes),
+            "tasks_input_ids": words(g, FIXED),
+            "tasks_attention_mask": torch.ones(FIXED[0], dtype=torch.long),
+            "classes_structure": torch.tensor(count),
+        }
+
+    joined = frozenset({"classes_input_ids", "classes_attention_mask"})
+    return Recipe("images, tasks and classes", named, Batching(joined=joined))
 
 
 def labelled_codes(config: Any) -> Draw:
