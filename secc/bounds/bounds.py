@@ -40,8 +40,10 @@ each, so T is at least all that work over the number of ranks: the plan bound. P
 replicas of different widths share ranks, so it is also applied to such ranks alone.
 
 Heads, tails and chains include messages between ranks at their fastest, and tails include the reduction of
-the section's gradients, which follows its last backward. After the last reduction every rank waits for all
-others (the global norm) and then takes its optimizer step: the longest of these adds to any bound.
+the section's gradients. Its sums begin within the last backward of the section on a rank, one after the
+other, so at least their time less the longest backward comes after it, and at least the last bucket. After
+the last reduction every rank waits for all others (the global norm) and then takes its optimizer step: the
+longest of these adds to any bound.
 """
 
 from __future__ import annotations

@@ -149,28 +149,31 @@ class Traffic:
         names = {name for held in self.reduction_groups for name in held.names}
         return [name.removeprefix(f"{block}.") for name in names if name.startswith(f"{block}.")]
 
-    def section_closing_ns(self, section: str) -> int:
+    def section_closing_ns(
+        self, section: str, backward_ns: int | None = None, forward_ns: int | None = None
+    ) -> int:
         """Least time between a section's last backward and its updated parameters, on the rank where it takes
         longest: the last bucket is summed, and parameters are gathered that the next forward does not hide.
-        Earlier buckets may be summed during that backward. Parameters that other sections hold, too, do not
-        count."""
-        own_groups = [h for h in self.reduction_groups if h.sections == (section,)]
-        closing = [
-            (
-                h.ranks,
-                int(self.bucket_share(h) * self.sum_ns(h)),
-                int(self.open_share(h) * self.gather_ns(h)),
-            )
-            for h in own_groups
+
+        Earlier buckets may be summed during that backward, which takes at most `backward_ns`: the rest of all
+        sums, one after the other on a rank, comes behind it. A forward that hides gathers takes at most
+        `forward_ns`. Parameters that other sections hold, too, do not count."""
+        groups = [h for h in self.reduction_groups if h.sections == (section,)]
+        times = [
+            (set(h.ranks), self.sum_ns(h), self.bucket_share(h), self.gather_ns(h), self.open_share(h))
+            for h in groups
         ]
-        return max(
-            (
-                max((bucket for ranks, bucket, _ in closing if r in ranks), default=0)
-                + sum(gather for ranks, _, gather in closing if r in ranks)
-                for r in self.plan.find_section(section).mesh.ranks
-            ),
-            default=0,
-        )
+        closing = 0
+        for rank in self.plan.find_section(section).mesh.ranks:
+            own = [t for t in times if rank in t[0]]
+            summing = max((int(share * ns) for _, ns, share, _, _ in own), default=0)
+            if backward_ns is not None:
+                summing = max(summing, sum(ns for _, ns, _, _, _ in own) - backward_ns)
+            gathering = sum(int(share * ns) for _, _, _, ns, share in own)
+            if forward_ns is not None:
+                gathering = max(gathering, sum(ns for _, _, _, ns, _ in own) - forward_ns)
+            closing = max(closing, summing + gathering)
+        return closing
 
     @cached_property
     def shard_counts(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ in `secc/bounds/steady_state.py`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -87,8 +88,8 @@ class BatchWork:
         self.active_samples = {
             s.name: [p for p, x in enumerate(samples) if is_active(s.when, x.pattern)] for s in plan.sections
         }
-        self.closing_ns = {s.name: self.traffic.section_closing_ns(s.name) for s in plan.sections}
         self._costs = PredictedCosts(plan, samples)
+        self.closing_ns = {s.name: self._closing_ns(s) for s in plan.sections}
         self._sample_times = {s.name: self._measure_samples(s) for s in plan.sections}
         sections_by_name = {s.name: s for s in plan.sections}
         self.edges = [
@@ -97,6 +98,42 @@ class BatchWork:
         ]
         self._weights = {s.name: self._additive_weights(s) for s in self.sections}
         self.visits = self._build_visits(self.edges, self.prefetching, self.closing_ns, self._weights)
+
+    def _closing_ns(self, section: Section) -> int:
+        """Least time between a section's last backward and its updated parameters, 0 if nothing is summed."""
+        least = self.traffic.section_closing_ns(section.name)
+        if not least or not self.active_samples[section.name] or not owes_backward(section):
+            return least
+        # What ranks compute together, all of a replica or a subgroup of cp: a section's micro-batch at most.
+        ways = [(section.cost, self._largest_sizes(section, self.active_samples[section.name]))]
+        ways += [
+            (s.cost, self._largest_sizes(section, fitting))
+            for s, fitting in self._fitting_samples(section)
+            if fitting
+        ]
+        forward_ns = max(evaluate_expr(cost.forward_ns, sizes) for cost, sizes in ways)
+        backward_ns = max(evaluate_expr(cost.backward_ns, sizes) for cost, sizes in ways)
+        kept = max(
+            evaluate_expr(c.saved or "0", sizes) + evaluate_expr(c.kept_between or "0", sizes)
+            for c, sizes in ways
+        )
+        if section.weight_permille and (not section.room_bytes or kept <= section.room_bytes):
+            # No micro-batch has its backward in one part.
+            backward_ns = weight_backward_ns(section, backward_ns)
+        # Replicas with some of the experts only may have no forward that hides their gathers.
+        hiding_ns = forward_ns if section.mesh.ep == 1 else None
+        return self.traffic.section_closing_ns(section.name, backward_ns, hiding_ns)
+
+    def _largest_sizes(self, section: Section, positions: Sequence[int]) -> dict[str, int]:
+        """Sizes that no micro-batch of these samples exceeds: of each kind of rows those of the samples with
+        most, as many as it may have; of widths the largest."""
+        rows = {s.name for s in self.plan.symbols if s.kind == "rows"}
+        most = sys.maxsize if section.whole_batch else section.micro_batch
+        found: dict[str, int] = {}
+        for name, column in self._costs.sample_columns.items():
+            own = sorted((column[p] for p in positions), reverse=True)
+            found[name] = sum(own[:most]) if name in rows else own[0]
+        return found
 
     def _measure_samples(self, section: Section) -> dict[int, tuple[int, int, int]]:
         """(forward, backward, second part of a split backward) ns of each active sample alone."""
