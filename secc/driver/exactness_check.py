@@ -92,15 +92,15 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
         return _add_checks(
             compiled, {"reason": "not compared with the eager model, which is too large to be built here"}
         )
-    _check_drawn_rows(compiled)
-    for pattern in compiled.survey.micro_batch_patterns():
-        samples = compiled.survey.compose_batches(pattern)[-1]
+    compared = _check_drawn_rows(compiled)
+    for pattern in compared.survey.micro_batch_patterns():
+        samples = compared.survey.compose_batches(pattern)[-1]
         refuse_kept_state(compiled.plan, compiled.user, compiled.model, samples)
     try:
-        patterns = compare_patterns(compiled, compiled.model)
+        patterns = compare_patterns(compared, compiled.model)
         for pattern in patterns:
             if not pattern.comparison.is_exact:
-                raise _inexact_error(compiled, pattern)
+                raise _inexact_error(compared, pattern)
     except UserError as error:
         return _check_other_plans(compiled, error)
     checks: dict[str, object] = {"patterns": [p.as_dict() for p in patterns]}
@@ -109,18 +109,30 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
     return _add_checks(compiled, checks)
 
 
-def _check_drawn_rows(compiled: CompiledPlan) -> None:
-    """Raises UserError for a drawn sample with another number of places than of rows for them."""
+def _check_drawn_rows(compiled: CompiledPlan) -> CompiledPlan:
+    """Raises UserError for a drawn sample with another number of places than of rows for them. Returns what
+    to compare: without shortened samples if some of these have lost places of their rows."""
     if not any(isinstance(op, PlacedRowsOp) for op in compiled.module.walk()):
-        return
+        return compiled
     with tempfile.TemporaryDirectory() as name:
         compiled.write_sections(Path(name) / "plan")
         placed = find_placed_rows(load_plan_module(Path(name) / "plan" / "sections" / "terms.py"))
-    for drawn in compiled.survey.drawn_samples:
+
+    def check(name: str, sample: Mapping[str, Any]) -> None:
+        batch = compiled.user.collate([sample])
+        check_placed_rows(placed, name, batch, read_symbol_sizes(batch, compiled.plan.symbols))
+
+    survey = compiled.survey
+    for drawn in survey.drawn_samples:
         if drawn.sample is not None:
-            batch = compiled.user.collate([drawn.sample])
-            sizes = read_symbol_sizes(batch, compiled.plan.symbols)
-            check_placed_rows(placed, compiled.user.sample_name(drawn.index), batch, sizes)
+            check(compiled.user.sample_name(drawn.index), drawn.sample)
+    try:
+        for pattern in survey.micro_batch_patterns() if survey.has_crops else ():
+            for sample in survey.compose_batches(pattern)[-1]:
+                check("", sample)
+    except UserError:
+        return dataclasses.replace(compiled, survey=survey.without_crops())
+    return compiled
 
 
 def _why_not_evaluable(compiled: CompiledPlan, model: nn.Module) -> str:

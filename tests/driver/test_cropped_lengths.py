@@ -62,3 +62,53 @@ def test_a_collate_that_stacks_vectors_of_one_length_is_accepted(tmp_path: Path)
     compiled = check_exactness(compile_model(tmp_path / "model.py", options))
     assert not compiled.survey.has_crops
     assert all(p["exact"] for p in compiled.plan.checks["patterns"])  # pyright: ignore
+
+
+PLACED = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.see, self.head = nn.Embedding(20, 8), nn.Linear(6, 8), nn.Linear(8, 20)
+
+    def forward(self, ids, pictures=None):
+        x = self.embed(ids)
+        if pictures is not None:
+            x = x.masked_scatter((ids == 19)[..., None], self.see(pictures).reshape(-1, 8))
+        return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten(), ignore_index=0)
+
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+
+def dataset():
+    made = []
+    for i in range(24):
+        g = torch.Generator().manual_seed(i)
+        words = torch.randint(1, 19, (5 + i % 4,), generator=g)
+        if i % 3 == 0:  # of two lengths only, so they are shortened; pictures stand at the end
+            ids = F.pad(words[: 4 + i % 2], (0, 4), value=19)
+            made.append({"ids": ids, "pictures": torch.randn(4, 6, generator=g)})
+        else:
+            made.append({"ids": words})
+    return made
+
+
+def collate(samples):
+    batch = {"ids": nn.utils.rnn.pad_sequence([s["ids"] for s in samples], batch_first=True)}
+    pictures = [s["pictures"] for s in samples if "pictures" in s]
+    return batch | ({"pictures": torch.stack(pictures)} if pictures else {})
+"""
+
+
+def test_shortened_samples_without_places_for_their_rows_are_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(PLACED)
+    made = compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=8))
+    assert made.survey.has_crops
+    assert all(p["exact"] for p in check_exactness(made).plan.checks["patterns"])  # pyright: ignore
