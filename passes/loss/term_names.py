@@ -15,6 +15,7 @@ from secc.ir.analysis.random_ops import RANDOM_OP_ATTRIBUTE
 from secc.ir.dialect.digraph import find_components
 from secc.ir.dialect.ops import CallOp, Computation, InputOp, ParamOp
 from secc.ir.text_io.verifier import source_line
+from secc.passes.loss.batch_statistics import reads_statistics
 from secc.passes.loss.coefficient import (
     AppliedFactor,
     Coefficient,
@@ -108,7 +109,8 @@ class TermNames:
 class PartIdentity:
     """What tells the parts of a case's loss apart, equal in all cases: where a part is summed, by which op,
     the blocks behind it, how it is computed (for parts that depend on parameters alone: a line may give one
-    of them in this case and another in that), and its number among parts with the same of these."""
+    of them in this case and another in that), and its number among parts with the same of these. of_sums: it
+    is computed from sums of the global batch, which are matched by themselves."""
 
     summed: bool = False
     place: str = ""  # file:line
@@ -116,12 +118,13 @@ class PartIdentity:
     blocks: tuple[str, ...] = ()
     digest: str = ""
     number: int = 0
+    of_sums: bool = False
 
     def is_within(self, other: PartIdentity) -> bool:
         """Whether `other` differs in having more blocks behind it, and in nothing else."""
         return (
             replace(self, blocks=other.blocks) == other
-            and self.summed
+            and (self.summed or self.of_sums)
             and set(self.blocks) < set(other.blocks)
         )
 
@@ -136,9 +139,9 @@ def part_identities(parts: list[SumPart], structure: StructureDigests | None = N
         if isinstance(source, Computation):
             atom = part.atom if depends_on_parameters_alone(part) else None
             digest = structure.digest_value(atom) if structure is not None and atom is not None else ""
-            key = PartIdentity(
-                part.summed, source_line(source), source.base_name, nearest_blocks(source), digest
-            )
+            of_sums = not part.summed and part.atom is not None and reads_statistics(part.atom)
+            where, blocks = source_line(source), nearest_blocks(source)
+            key = PartIdentity(part.summed, where, source.base_name, blocks, digest, of_sums=of_sums)
         seen[key] = seen.get(key, -1) + 1
         found.append(replace(key, number=seen[key]))
     return found

@@ -182,3 +182,49 @@ def test_an_evaluation_takes_sums_over_its_set(tmp_path: Path) -> None:
     found = next(m for m in read_metrics(tmp_path) if "eval" in m)
     assert found["loss"] == pytest.approx(float(expected["loss"]), rel=1e-6)
     assert found["root"] == pytest.approx(float(expected["root"]), rel=1e-6)
+
+
+WITH_SOUNDS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.sound = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)), nn.Linear(5, 3)
+
+    def forward(self, x, y, sound=None, rows=None):
+        out = self.body(x)
+        if sound is not None:
+            out = out.index_add(0, rows, self.sound(sound))
+        return F.mse_loss(out, y).sqrt()
+
+
+def model():
+    return Net()
+
+
+def dataset():
+    g = torch.Generator().manual_seed(0)
+    made = [{"x": torch.randn(8, generator=g), "y": torch.randn(3, generator=g)} for _ in range(24)]
+    for sample in made[::3]:
+        sample["sound"] = torch.randn(5, generator=g)
+    return made
+
+
+def collate(samples):
+    batch = {key: torch.stack([s[key] for s in samples]) for key in ("x", "y")}
+    if rows := [i for i, s in enumerate(samples) if "sound" in s]:
+        batch |= {"sound": torch.stack([samples[i]["sound"] for i in rows]), "rows": torch.tensor(rows)}
+    return batch
+"""
+
+
+def test_an_optional_input_may_add_to_what_is_summed(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(WITH_SOUNDS)
+    options = CompileOptions(cluster="local:2", global_batch=8, global_sums=True)
+    plan = check_exactness(compile_model(tmp_path / "net.py", options), required=True).plan
+    assert [len(p["pattern"]) for p in plan.checks["patterns"]] == [0, 2]  # pyright: ignore
+    assert len(plan.terms) == 2  # the sum, and the function of it
