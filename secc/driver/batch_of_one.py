@@ -70,7 +70,14 @@ def describe_fault_of_one(user: UserModel, model: nn.Module, worst: str, toleran
         "plain PyTorch gives samples alone other gradients than in twos, although the loss is the same: "
         f"{worst} is off by {tolerances:.3g} tolerances"
     )
-    return _wrong_operator(user, model, what, worst)
+    error = _wrong_operator(user, model, what, worst)
+    if tolerances > _FAULT_TOLERANCES:
+        return error
+    remedy = (
+        "an operator behind this parameter computes otherwise for batches of one sample, or rounding decides "
+        "something there: see whether it does in float64, too (`model().double()`)"
+    )
+    return UserError(what, error.where, remedy)
 
 
 def _wrong_operator(user: UserModel, model: nn.Module, what: str, worst: str) -> UserError:

@@ -78,8 +78,9 @@ def test_a_wrong_gradient_of_one_sample_is_blamed_on_its_operator(share: float, 
     assert ("in float64, too" in error.value.message) == (share == SMALL_SHARE)
 
 
+@pytest.mark.parametrize(("off", "remedy"), [(1e4, "is wrong for batches of one"), (10.0, "in float64, too")])
 def test_a_block_that_reads_values_is_not_blamed_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    off: float, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a sample twice in a batch has another loss than alone, its gradients in twos show the fault."""
 
@@ -87,8 +88,8 @@ def test_a_block_that_reads_values_is_not_blamed_for_it(
         yield DecisionCause.BLOCK_RESULT, "model.py:1", compiled.survey.compose_batches(pattern)[-1]
 
     def compare(samples: object, most: int, reference: object) -> Any:
-        off = ResultDifference(0.0, 1e4 if most == 1 else 0.1, "norm.bias")
-        return SimpleNamespace(difference=off, is_exact=most > 1)
+        found = ResultDifference(0.0, off if most == 1 else 0.1, "norm.bias")
+        return SimpleNamespace(difference=found, is_exact=most > 1)
 
     (tmp_path / "model.py").write_text(MODEL.replace("SHARE", "1.0"))
     monkeypatch.setattr(exactness_check, "refuse_faults_of_one", lambda *_: None)
@@ -98,7 +99,7 @@ def test_a_block_that_reads_values_is_not_blamed_for_it(
     rank: Any = SimpleNamespace(sections={}, model=compiled.model, compare_step=compare)
     with pytest.raises(UserError, match="gives samples alone other gradients than in twos") as error:
         exactness_check._check_decisions(compiled, rank, frozenset())  # pyright: ignore[reportPrivateUsage]
-    assert "norm.bias is off by 1e+04" in error.value.message and "batches of one" in error.value.remedy
+    assert f"norm.bias is off by {off:.3g}" in error.value.message and remedy in error.value.remedy
     assert error.value.where == "model.py:12"
 
 

@@ -182,6 +182,10 @@ def test_rows_with_inputs_of_their_own_are_exact(name: str) -> None:
 def test_rows_have_other_values_of_a_configuration() -> None:
     row = rows()["detection/rt_detr:num_denoising=0"]
     assert isinstance(row, ModelRow) and row.build().config.num_denoising == 0  # type: ignore[attr-defined]
+    frozen = rows()["detection/rt_detr:num_denoising=0,frozen_norms=True"]
+    assert isinstance(frozen, ModelRow)
+    norms = [m for m in frozen.build().modules() if "BatchNorm" in type(m).__name__]
+    assert norms and not any(p.requires_grad for m in norms for p in m.parameters())
 
 
 def test_fewer_ranks_that_a_remedy_names_are_taken() -> None:
