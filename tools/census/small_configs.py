@@ -263,6 +263,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "num_last_full_attention_layers": 1,
     },
     "oneformer": {"task_seq_len": 16},
+    "pe_video_encoder": {
+        "vision_config": {"architecture": "resnet50", "model_args": None}
+    },  # not a large one
     "clvp_encoder": {"hidden_size": 4 * HIDDEN},  # heads as wide as their rotary positions at least
     "clvp_decoder": {"decoder_fixing_codes": [83, 45, 45, 99]},
     "molmo2": {"image_patch_id": WORDS + 10},

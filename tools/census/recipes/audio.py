@@ -15,6 +15,7 @@ from tools.zoo_models.entry import Sample
 from tools.zoo_models.samples import integer
 
 FRAMES = 4  # of a clip with a sound
+LONGER = 3840  # of sounds of which some codecs make a frame of 1,920
 
 
 def waves(names: set[str], config: Any) -> Iterator[Recipe]:
@@ -40,6 +41,7 @@ def waves(names: set[str], config: Any) -> Iterator[Recipe]:
             return {"input_values": noise(g, 1, 1600), "padding_mask": whole}
 
         yield Recipe("sounds with a channel and a mask", masked_sound, Batching())
+    yield Recipe("longer sounds with a channel", drawn("input_values", 1, LONGER), Batching())
 
 
 def spectrograms(names: set[str], config: Any) -> Iterator[Recipe]:
@@ -85,11 +87,9 @@ def rare_sounds(names: set[str], config: Any) -> Iterator[Recipe]:
 
         def heard_and_seen(g: torch.Generator) -> Sample:
             clip = noise(g, FRAMES, channels, height, width)
-            return {"input_values": noise(g, 1, 3840), "pixel_values_videos": clip}
+            return {"input_values": noise(g, 1, LONGER), "pixel_values_videos": clip}
 
         yield Recipe("sounds and clips", heard_and_seen, Batching())
-    elif "input_values" in names:
-        yield Recipe("longer sounds with a channel", drawn("input_values", 1, 3840), Batching())
     if "input_features" in names:
         yield from _stacked_spectrograms(names, config)
 
