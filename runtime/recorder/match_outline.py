@@ -243,7 +243,7 @@ def _mismatch_error(node: fx.Node) -> UserError:
         what, shown = "the argument", node.args[0]
     message = f"forward takes a path that the plan does not have: {what} {shown} differs from every capture"
     remedy = (
-        "let one of the first twelve samples with the same inputs take this path (conditions that Python"
-        " reads of values are looked for in these), or decide by tensors (torch.where, a mask)"
+        "let one of the samples that are drawn when the plan is made take this path (more of them with"
+        " --stats-samples), or decide by tensors (torch.where, a mask)"
     )
     return UserError(message, node.meta.get("where", ""), remedy)
