@@ -44,9 +44,10 @@ shapes that its documentation gives (`tools/census/documented.py`). Dropout is o
 running statistics, and what a class without a loss computes is trained by a squared error of its pooled
 hidden states. Where widths of a tower do not fit when all sizes are small, it keeps those of its class
 (`tools/census/small_configs.py`). If a message names an option with which a plan is exact (`--global-sums`,
-`--whole-batch BLOCK`), or fewer ranks, the row is compiled again with it. Adapters need `peft`, denoisers and
-autoencoders `diffusers`, some towers `timm`, one codec `torchaudio`. Every row is a model file
-(`tools/census/rows.py`). Each refusal has been looked into (`tools/census/verdicts.py`).
+`--whole-batch BLOCK`), or fewer ranks, the row is compiled again with it. A row with a colon has another
+value of its configuration (`rt_detr:num_denoising=0`). Adapters need `peft`, denoisers and autoencoders
+`diffusers`, some towers `timm`, one codec `torchaudio`. Every row is a model file (`tools/census/rows.py`).
+Each refusal has been looked into (`tools/census/verdicts.py`).
 """
 
 
@@ -191,7 +192,7 @@ def _senses(ran: Sequence[RowResult]) -> str:
     double = sum(r.run == EXACT_IN_FLOAT64 for r in ran)
     rounded = sum(r.run.startswith(WITHIN_ROUNDING) for r in ran)
     senses = [f"{double} in float64 only"] if double else []
-    senses += [f"{rounded} within what rounding makes of it in plain PyTorch"] if rounded else []
+    senses += [f"{rounded} within what rounding makes of it"] if rounded else []
     return f" ({', '.join(senses)})" if senses else ""
 
 
@@ -203,8 +204,9 @@ def _rounding_table(rows: Sequence[RowResult]) -> str:
     lines = [
         "## Within rounding",
         "",
-        f"Exact in the check; on ranks beyond a tolerance of float32, in something in which plain PyTorch is "
-        f"beyond it from itself when weights differ in their last bit ({NUDGES} trainings). Allowed is "
+        f"Exact in the check; on ranks beyond a tolerance of float32, in something in which the reference "
+        f"(plain PyTorch; where random numbers are drawn, the plan for one rank) is beyond it from itself "
+        f"when weights differ in their last bit ({NUDGES} trainings). Allowed is "
         f"{FACTOR:g} times that; all else keeps its tolerance (`tools/rounding.py`).",
         "",
         "| row | on three ranks | what rounding decides |",
