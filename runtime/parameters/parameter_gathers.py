@@ -68,12 +68,16 @@ class ParameterGathers:
     """The gathers of all sharded parameters of this rank.
 
     `buckets`: in the order in which a backward completes them, the same on all ranks that share a group.
-    `units`: by section, the modules that wait for their own parameters. Construct it once the parameters have
-    the memory that they keep.
+    `units`: by section, the modules that wait for their own parameters; they are the units of `blocks`.
+    Construct it once the parameters have the memory that they keep.
     """
 
     def __init__(
-        self, model: nn.Module, buckets: Sequence[ShardedBucket], units: Mapping[str, Sequence[nn.Module]]
+        self,
+        model: nn.Module,
+        buckets: Sequence[ShardedBucket],
+        units: Mapping[str, Sequence[nn.Module]],
+        blocks: Mapping[str, Sequence[str]],
     ) -> None:
         self.timed: Callable[[str], AbstractContextManager[None]] = lambda section: nullcontext()
         self._pending = False
@@ -82,7 +86,7 @@ class ParameterGathers:
         ordered: list[_BucketGather] = []
         for section in dict.fromkeys(bucket.section for bucket in buckets):
             modules = units.get(section, ())
-            unit_of = units_of_parameters(model, modules)
+            unit_of = units_of_parameters(model, modules, blocks.get(section, ()))
             found = [
                 _BucketGather(bucket, min(unit_of.get(p, 0) for p in bucket.params))
                 for bucket in reversed(buckets)

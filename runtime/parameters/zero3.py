@@ -331,7 +331,7 @@ class Zero3State:
     ) -> None:
         """Moves the parameters `own` of one section's layers to host memory, and all others to the device."""
         modules = recompute.units_of_blocks(model, section.units)
-        members = _group_by_unit(model, modules, own)
+        members = _group_by_unit(model, modules, own, section.units)
         dtype = compute_dtype(plan.dtype)
         units: list[list[HostUnit]] = []
         for k, by_kind in enumerate(members):
@@ -359,7 +359,7 @@ class Zero3State:
         modules = recompute.units_of_blocks(model, section.units)
         dtype = compute_dtype(plan.dtype)
         units: list[list[ShardedUnit]] = []
-        for by_kind in _group_by_unit(model, modules, own):
+        for by_kind in _group_by_unit(model, modules, own, section.units):
             for name, param in (pair for members in by_kind for pair in members):
                 value = read_parameter(stored[name], param, cuts.get(name)) if name in stored else param.data
                 param.data = value.to(device)
@@ -445,11 +445,14 @@ def zero3_parameter_names(plan: Plan, section: Section, canonical: Mapping[str, 
 
 
 def _group_by_unit(
-    model: nn.Module, modules: Sequence[nn.Module], params: Mapping[str, nn.Parameter]
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    params: Mapping[str, nn.Parameter],
+    blocks: Sequence[str],
 ) -> list[list[list[tuple[str, nn.Parameter]]]]:
-    """Returns the named parameters of the remainder and of each of `modules`, grouped by dtype and
-    `requires_grad`."""
-    of_unit = units_of_parameters(model, modules)
+    """Returns the named parameters of the remainder and of each of `modules`, the units of `blocks`, grouped
+    by dtype and `requires_grad`."""
+    of_unit = units_of_parameters(model, modules, blocks)
     units: list[dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]]] = [
         {} for _ in range(len(modules) + 1)
     ]
@@ -458,12 +461,18 @@ def _group_by_unit(
     return [list(by_kind.values()) for by_kind in units]
 
 
-def units_of_parameters(model: nn.Module, modules: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
+def units_of_parameters(
+    model: nn.Module, modules: Sequence[nn.Module], blocks: Sequence[str]
+) -> dict[nn.Parameter, int]:
     """Returns the unit of each parameter of the model: k + 1 if only `modules[k]` contains it, else 0, the
-    remainder."""
+    remainder. `modules` are the units of `blocks`; a block without units may be part of another one (a layer
+    that statements call, and forward, too), and its parameters are in the remainder."""
     units_of_param: dict[nn.Parameter, set[int]] = {}
     unit_of_module: dict[nn.Module, int] = {m: k for k, unit in enumerate(modules, 1) for m in unit.modules()}
     for module in model.modules():
         for param in module.parameters(recurse=False):
             units_of_param.setdefault(param, set()).add(unit_of_module.get(module, 0))
+    for block in map(model.get_submodule, blocks):
+        for param in () if recompute.recompute_units(block) else block.parameters():
+            units_of_param[param].add(0)
     return {param: next(iter(units)) if len(units) == 1 else 0 for param, units in units_of_param.items()}

@@ -172,7 +172,8 @@ class Trainer:
         used = {canonical[n] for s in self.plan.sections for n in s.params}
         cast_model(model, self.plan.dtype, but=params.keys() - used)
         layers = {s.name: recompute.units_of_blocks(model, s.units) for s in self.plan.sections if s.units}
-        self.gathers = ParameterGathers(model, self.reducer.sharded_buckets, layers)
+        blocks = {s.name: s.units for s in self.plan.sections}
+        self.gathers = ParameterGathers(model, self.reducer.sharded_buckets, layers, blocks)
         transport = TRANSPORTS[self.options.comm](
             self.plan, context.rank, context.device, self.options.debug_comm
         )

@@ -49,7 +49,7 @@ def tower(monkeypatch: pytest.MonkeyPatch) -> tuple[_Tower, ParameterGathers, li
 
     monkeypatch.setattr(FlatParameters, "gather_values", start)
     buckets = [ShardedBucket("lm", [named[f"{n}.weight"]], f, None) for n, f in flats.items()]
-    return model, ParameterGathers(model, buckets, {"lm": list(model.layers)}), started
+    return model, ParameterGathers(model, buckets, {"lm": list(model.layers)}, {}), started
 
 
 def arrived(model: _Tower) -> set[str]:
