@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,17 @@ from secc.runtime.training.widened_floats import (
 )
 
 CHECK_MICRO_BATCH = 2
+
+
+class SizeTrend(Enum):
+    """How micro-batches of a step differ in size from section to section, in the order of the data: from one
+    sample to all, or from all to one. Then each edge regroups samples of all lengths, and pads them."""
+
+    GROWING = auto()
+    SHRINKING = auto()
+
+
+MicroBatchSizes = int | SizeTrend  # at most so many samples, of all sections, or a trend
 CPU_DEVICE = torch.device("cpu")
 
 
@@ -150,16 +162,16 @@ class OneRankPlan:
         return dataclasses.replace(result, changes=changes)
 
     def compare_step(
-        self, samples: Sequence[Mapping[str, Any]], max_samples: int, reference: Reference
+        self, samples: Sequence[Mapping[str, Any]], sizes: MicroBatchSizes, reference: Reference
     ) -> StepComparison:
-        """Compares one global batch, in micro-batches of at most `max_samples`, with the eager model's
+        """Compares one global batch, in micro-batches of these sizes, with the eager model's
         result; repeats it in float64 if float32 differs. What has 16 bits is compared in its own dtypes, and
         with float32 in place of them.
 
         Raises UserError if the plan fails where plain PyTorch did not.
         """
         if reference.result is None:
-            widened = self._compare_widened(samples, max_samples, torch.float32)
+            widened = self._compare_widened(samples, sizes, torch.float32)
             if widened is None:
                 raise UserError(
                     "this CPU lacks kernels of a dtype of the model, and float32 cannot take its place",
@@ -167,15 +179,13 @@ class OneRankPlan:
                     "check on a machine with other kernels, or with the model in float32",
                 )
             return widened
-        found = self._compare_own(samples, max_samples, reference.result, reference.tolerances)
+        found = self._compare_own(samples, sizes, reference.result, reference.tolerances)
         if reference.tolerances == FLOAT32_TOLERANCES:
-            in_float64 = (
-                None if found.is_exact else self._compare_widened(samples, max_samples, torch.float64)
-            )
+            in_float64 = None if found.is_exact else self._compare_widened(samples, sizes, torch.float64)
             return in_float64 if in_float64 and in_float64.is_exact else found
-        widened = self._compare_widened(samples, max_samples, torch.float32)
+        widened = self._compare_widened(samples, sizes, torch.float32)
         if widened is not None and not widened.is_exact:
-            in_float64 = self._compare_widened(samples, max_samples, torch.float64)
+            in_float64 = self._compare_widened(samples, sizes, torch.float64)
             widened = in_float64 if in_float64 and in_float64.is_exact else widened
         if widened is None or widened.is_exact:
             return dataclasses.replace(found, widened=widened)
@@ -192,12 +202,12 @@ class OneRankPlan:
     def _compare_own(
         self,
         samples: Sequence[Mapping[str, Any]],
-        max_samples: int,
+        sizes: MicroBatchSizes,
         reference: LossAndGradients,
         tolerances: Tolerances,
     ) -> StepComparison:
         try:
-            result = self.run_step(samples, max_samples)
+            result = self.run_step(samples, sizes)
         except UserError:
             raise
         except Exception as error:
@@ -210,7 +220,7 @@ class OneRankPlan:
         return StepComparison(result, reference, compare_results(result, reference, tolerances), tolerances)
 
     def _compare_widened(
-        self, samples: Sequence[Mapping[str, Any]], max_samples: int, dtype: torch.dtype
+        self, samples: Sequence[Mapping[str, Any]], sizes: MicroBatchSizes, dtype: torch.dtype
     ) -> StepComparison | None:
         """Compares one global batch with `dtype` in place of narrower floats in both model and plan, under
         the tolerances of float32; None if one of them cannot compute so (an op asks for the dtypes of its
@@ -219,7 +229,7 @@ class OneRankPlan:
         try:
             with widened_floats(self.model, dtype):
                 reference = wide.run_eager(samples)
-                result = wide.run_step(samples, max_samples)
+                result = wide.run_step(samples, sizes)
         except Exception:
             return None
         return StepComparison(result, reference, compare_results(result, reference))
@@ -237,13 +247,12 @@ class OneRankPlan:
         return widen_batch(batch, self._widened_to) if self._widened_to else batch
 
     def run_step(
-        self, samples: Sequence[Mapping[str, Any]], max_samples: int = CHECK_MICRO_BATCH
+        self, samples: Sequence[Mapping[str, Any]], sizes: MicroBatchSizes = CHECK_MICRO_BATCH
     ) -> LossAndGradients:
-        """Returns loss and gradients of one global batch, in micro-batches of at most `max_samples`
-        samples."""
+        """Returns loss and gradients of one global batch, in micro-batches of these sizes."""
         self.model.zero_grad(set_to_none=True)
         with self._kept_changes() as changes:
-            loss = self._execute(samples, max_samples).loss
+            loss = self._execute(samples, sizes).loss
         loss_value = float(loss) + self.terms_module.CONSTANT
         result = LossAndGradients(loss_value, copy_gradients(self.model), changes)
         self.model.zero_grad(set_to_none=True)
@@ -289,10 +298,10 @@ class OneRankPlan:
         expected = gatherer.gather_batch(metas, Schedule(whole, ()), kept)
         return next((n for n in names if not all(map(_agree, found[n], expected[n]))), "")
 
-    def _execute(self, samples: Sequence[Mapping[str, Any]], max_samples: int) -> _ExecutedStep:
-        """Runs one global batch, in micro-batches of at most `max_samples` samples."""
+    def _execute(self, samples: Sequence[Mapping[str, Any]], sizes: MicroBatchSizes) -> _ExecutedStep:
+        """Runs one global batch, in micro-batches of these sizes."""
         plan = dataclasses.replace(
-            self.plan, sections=_with_uneven_micro_batches(self.plan.sections, max_samples)
+            self.plan, sections=_with_micro_batches(self.plan.sections, sizes, len(samples))
         )
         self.rerecorder.takes_any_float = self._widened_to is not None
         with own_floats():
@@ -372,21 +381,28 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _with_uneven_micro_batches(
-    sections: Sequence[plan_schema.Section], max_samples: int
+def _with_micro_batches(
+    sections: Sequence[plan_schema.Section], sizes: MicroBatchSizes, samples: int
 ) -> tuple[plan_schema.Section, ...]:
-    """Returns the sections with micro-batches of at most `max_samples`, one more in every second section, so
-    that edges have to regroup rows.
+    """Returns the sections with micro-batches of these sizes, for a global batch of `samples`. Stages of one
+    pipeline have equal micro-batches.
 
-    Stages of one pipeline have equal micro-batches. Sizes other than CHECK_MICRO_BATCH are used as they are.
+    Of CHECK_MICRO_BATCH, every second section has one sample more, so that edges have to regroup rows. Other
+    numbers are used as they are.
     """
     position_of = {name: i for i, name in enumerate(dict.fromkeys(s.pipeline or s.name for s in sections))}
+    last = max(1, len(position_of) - 1)
 
     def count(s: plan_schema.Section) -> int:
-        if max_samples > CHECK_MICRO_BATCH:
-            return max_samples
-        return min(s.micro_batch, max_samples) + (
-            position_of[s.pipeline or s.name] % 2 if max_samples == CHECK_MICRO_BATCH else 0
-        )
+        position = position_of[s.pipeline or s.name]
+        match sizes:
+            case SizeTrend.GROWING:
+                return 1 + (samples - 1) * position // last
+            case SizeTrend.SHRINKING:
+                return 1 + (samples - 1) * (last - position) // last
+            case int() if sizes > CHECK_MICRO_BATCH:
+                return sizes
+            case int():
+                return min(s.micro_batch, sizes) + (position % 2 if sizes == CHECK_MICRO_BATCH else 0)
 
     return tuple(dataclasses.replace(s, micro_batch=count(s)) for s in sections)

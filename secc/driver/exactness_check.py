@@ -41,7 +41,14 @@ from secc.runtime.sections.base import load_plan_module
 from secc.runtime.training.eager_reference import FLOAT32_TOLERANCES, LossAndGradients
 from secc.runtime.training.evaluation import eval_mode
 from secc.runtime.training.evaluation_data import evaluation_plan
-from secc.runtime.training.one_rank_plan import CHECK_MICRO_BATCH, OneRankPlan, Reference, StepComparison
+from secc.runtime.training.one_rank_plan import (
+    CHECK_MICRO_BATCH,
+    MicroBatchSizes,
+    OneRankPlan,
+    Reference,
+    SizeTrend,
+    StepComparison,
+)
 
 _BRANCH_REMEDY = (
     "a branch of forward on an input that some samples lack (`if x is None`) is taken for the whole batch:"
@@ -178,7 +185,7 @@ def _check_other_plans(compiled: CompiledPlan, error: UserError) -> CompiledPlan
             continue
         if options.widths == compiled.options.widths:
             return checked
-        reason = WidthsReason.AFFECTED if options.widths == "global" else WidthsReason.NEEDED
+        reason = WidthsReason.INEXACT if options.widths == "global" else WidthsReason.NEEDED
         return _add_checks(checked, {"widths": reason.value})
     raise _blame_pinned_stages(compiled, refusal)
 
@@ -285,6 +292,8 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
         "call of a module to the next (a counter, a buffer); --whole-batch BLOCK computes such a block "
         "exactly; else train it with --max-sections 1 on one rank, and report it"
     )
+    if compiled.options.widths == "own":
+        remedy = f"leave --widths own out, so that wider micro-batches are tried, too; else {remedy}"
     if compiled.plan.draws:
         first = compiled.plan.draws[0]
         remedy = (
@@ -432,12 +441,15 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         samples = compiled.survey.compose_batches(pattern)[-1] + rare
         reference = _run_deterministic_reference(compiled, rank, samples)
     _check_decisions(compiled, rank, pattern)
-    # Random numbers must be the same in micro-batches of any size.
-    sizes = (CHECK_MICRO_BATCH, 1) if compiled.plan.draws else (CHECK_MICRO_BATCH,)
+    sizes: list[MicroBatchSizes] = [CHECK_MICRO_BATCH]
+    if compiled.plan.draws:
+        sizes.append(1)  # random numbers must be the same in micro-batches of any size
+    if compiled.plan.widths == "own" and any(edge.extents for edge in compiled.plan.edges):
+        sizes += SizeTrend  # what edges pad may be read
     if compiled.plan.checks.get("accepted"):
-        sizes = (len(samples),)  # what was accepted is exact where there is one micro-batch
+        sizes = [len(samples)]  # what was accepted is exact where there is one micro-batch
     try:
-        comparisons = [rank.compare_step(samples, max_samples, reference) for max_samples in sizes]
+        comparisons = [rank.compare_step(samples, size, reference) for size in sizes]
     except UserError as error:
         if error.__cause__ is not None:  # a section failed
             _refuse_sizes_of_values(compiled, samples)

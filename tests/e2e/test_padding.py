@@ -4,6 +4,7 @@ padding does not reach the loss."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.driver.step_preview import preview_step
 from secc.errors import UserError
+from secc.frontend.dataset.padding_policy import WidthsReason
 from secc.frontend.excerpt.limits import ExcerptLimits
 from secc.report.plan_warnings import plan_warnings
 
@@ -312,3 +314,47 @@ def test_a_width_that_forward_computes_and_padding_that_reaches_the_loss_are_ref
     padded = padded.replace("self.mel(pad_sequence(rows, True))", "self.mel(rows)")
     path.write_text(DATA + padded)
     assert check_exactness(compile_model(path, CompileOptions())).plan.widths == "global"
+
+
+MASKING = """
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8))
+
+    def forward(self, input_ids):
+        hidden = torch.zeros(input_ids.shape).masked_fill(input_ids == 0, -torch.inf)
+        return self.embed(input_ids), hidden
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = Encoder().requires_grad_(False)
+        self.score = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 1))
+
+    def forward(self, input_ids):
+        x, hidden = self.encoder(input_ids)
+        weights = (self.score(x).squeeze(-1) + hidden).softmax(-1)
+        return (weights[..., None] * x).sum(1).square().sum() / len(x)
+
+
+def model():
+    return Model()
+
+
+def collate(samples):
+    return dict(input_ids=pad_sequence([s["input_ids"] for s in samples], True))
+"""
+
+
+def test_a_mask_that_a_module_makes_needs_the_global_batchs_widths(tmp_path: Path) -> None:
+    """A section that gets it in wider micro-batches pads it with zeros, which hide nothing."""
+    path = tmp_path / "model.py"
+    path.write_text(DATA + MASKING)
+    options = CompileOptions(cluster="local:2", strategy="apart")
+    plan = check_exactness(compile_model(path, options)).plan
+    assert plan.widths == "global" and plan.checks["widths"] == WidthsReason.INEXACT.value
+    with pytest.raises(UserError) as refused:
+        check_exactness(compile_model(path, replace(options, widths="own")))
+    assert "leave --widths own out" in refused.value.remedy

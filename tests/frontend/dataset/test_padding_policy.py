@@ -65,6 +65,21 @@ def test_few_batches_of_long_samples_are_padded(
         assert len(shapes) == runs  # batches as they are and padded; one long batch padded twice
 
 
+def test_padding_that_only_rounds_a_gradient_otherwise_is_not_seen(tmp_path: Path) -> None:
+    """`bias` shifts all logits of a word alike, so its gradient is zero but for what rounding leaves."""
+    path = tmp_path / "model.py"
+    path.write_text(
+        MODEL.replace("EXTRA", "")
+        .replace("LEAST", "20")
+        .replace("self.text, ", "self.bias = nn.Parameter(torch.zeros(()))\n        self.text, ")
+        .replace("self.head(x).flatten", "(self.head(x) + 1000 * self.bias).flatten")
+    )
+    user = load_model_file(path)
+    survey = survey_dataset(user)
+    found = choose_padding_policy(user, survey, describe_inputs(user, survey), user.build_model())
+    assert found.widths == "own"
+
+
 def test_padding_that_rounding_to_16_bits_hides_is_seen(tmp_path: Path) -> None:
     hidden = "+ (1 + x.detach().mean() / 1000).bfloat16().float()"
     path = tmp_path / "model.py"
