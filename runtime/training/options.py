@@ -76,9 +76,12 @@ class RunOptions:
         return self.eval_every is not None or self.eval_only is not None
 
 
+_HELP = "see `secc run --help`, or `secc eval --help`"
+
+
 class _OptionParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(message, remedy="see `secc run --help`")
+        raise UserError(message, remedy=_HELP)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -313,7 +316,7 @@ def parse_path(text: str, option: str) -> Path:
     try:
         return _path(text)
     except argparse.ArgumentTypeError as error:
-        raise UserError(f"argument {option}: {error}", remedy="see `secc run --help`") from None
+        raise UserError(f"argument {option}: {error}", remedy=_HELP) from None
 
 
 def _path(text: str) -> Path:
