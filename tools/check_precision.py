@@ -126,9 +126,7 @@ def _run_planned(
 ) -> LossAndGradients:
     directory = folder / f"{compiled.user.path.stem}_plan"
     compiled.write_sections(directory)
-    return OneRankPlan(compiled.plan, directory, compiled.user, model).run_step(
-        samples, max_samples=len(samples)
-    )
+    return OneRankPlan(compiled.plan, directory, compiled.user, model).run_step(samples, len(samples))
 
 
 def _to_float64(batch: Mapping[str, Any]) -> dict[str, Any]:

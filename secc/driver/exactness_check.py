@@ -327,8 +327,8 @@ def _find_coupling(compiled: CompiledPlan, samples: Sequence[Mapping[str, Any]])
     names = " and ".join(coupled)
     message = (
         f"{names} {'give' if len(coupled) > 1 else 'gives'} a sample another result when other samples come "
-        "with it (a value over the batch, or what is chosen by one), so micro-batches compute another loss "
-        "than the batch"
+        "with it (a value over the batch, what is chosen by one, or rows in another order), so micro-batches "
+        "compute another loss than the batch"
     )
     options = " ".join(f"--whole-batch {path}" for path in coupled)
     remedy = (

@@ -61,8 +61,9 @@ def test_stacked_halves_of_a_batch_can_cross_sections() -> None:
 
 
 def test_rows_reordered_by_a_block_are_detected(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not compute what plain PyTorch computes"):
+    with pytest.raises(UserError, match="or rows in another order") as refused:
         check_exactness(compiled(tmp_path), required=True)
+    assert "--whole-batch teacher --whole-batch student" in refused.value.remedy
     assert check_exactness(
         compiled(tmp_path, joined="torch.stack([first, second], 1).flatten(0, 1)"), required=True
     )
