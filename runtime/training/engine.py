@@ -55,6 +55,7 @@ from secc.runtime.randomness.micro_batch_draws import (
     make_sample_keys,
 )
 from secc.runtime.sections.base import Batch, SectionModule, Tensors
+from secc.runtime.sections.batch_norm_strides import batch_norms_of_one
 from secc.runtime.sections.batch_statistic import BatchPlaces, BatchRows, BatchValues
 from secc.runtime.sections.synchronized_norms import SynchronizedNorms
 from secc.runtime.tensor_parallel.expert_parallel import TokenExchange
@@ -223,7 +224,8 @@ class Engine:
         self.step_count += 1
         self.outputs = {}
         execution = _StepExecution(self, step)
-        loss = execution.run_program()
+        with batch_norms_of_one(self.device):
+            loss = execution.run_program()
         self.logged, self.numerators = execution.logged, execution.numerators
         return loss
 

@@ -16,7 +16,7 @@ from secc.driver import exactness_check
 from secc.driver.batch_of_one import find_coupling_module
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
-from secc.driver.exactness_check import refuse_faults_of_one
+from secc.driver.exactness_check import check_exactness, refuse_faults_of_one
 from secc.errors import UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.runtime.model.user_file import load_model_file
@@ -76,6 +76,13 @@ def test_a_wrong_gradient_of_one_sample_is_blamed_on_its_operator(share: float, 
     assert "norm" in error.value.message and "batches of one" in error.value.remedy
     assert error.value.where == "model.py:12"
     assert ("in float64, too" in error.value.message) == (share == SMALL_SHARE)
+
+
+def test_a_plan_computes_it_correctly(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL.replace("SHARE", "1.0"))
+    options = CompileOptions(cluster="local:1", global_batch=4, set=("model.micro_batch=1",))
+    plan = check_exactness(compile_model(tmp_path / "model.py", options), required=True).plan
+    assert plan.sections[0].micro_batch == 1
 
 
 @pytest.mark.parametrize(("off", "remedy"), [(1e4, "is wrong for batches of one"), (10.0, "in float64, too")])
