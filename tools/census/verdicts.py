@@ -13,27 +13,15 @@ _MEAN_OF_BATCH = (
     "a series without observed values is scaled by the mean of its batch, unless the configuration has a"
     " `default_scale`"
 )
-_BATCH_NORM = (
-    "torch 2.13 computes gradients of this batch norm wrongly for one sample, on CPUs, in float64, too: plain"
-    " PyTorch itself gives another gradient for the samples of a batch"
-)
 
 RIGHT_REFUSALS: Mapping[str, str] = {
     "detection/rt_detr": _DENOISING,
     "detection/rt_detr_v2": _DENOISING,
     "detection/d_fine": _DENOISING,
     "detection/deimv2": _DENOISING,
-    "detection/rt_detr:num_denoising=0": _BATCH_NORM,
-    "detection/rt_detr_v2:num_denoising=0": _BATCH_NORM,
-    "detection/d_fine:num_denoising=0": _BATCH_NORM,
-    "detection/deimv2:num_denoising=0": _BATCH_NORM,
     "hidden-states/autoformer": _MEAN_OF_BATCH,
     "hidden-states/informer": _MEAN_OF_BATCH,
     "hidden-states/time_series_transformer": _MEAN_OF_BATCH,
-    "images/cvt": _BATCH_NORM,
-    "images/levit": _BATCH_NORM,
-    "tower/levit": _BATCH_NORM,
-    "tower/cvt": _BATCH_NORM,
     "hidden-states/aimv2": (
         "attention within a text is causal only if some text of the batch is padded: without padding no mask"
         " is made, and words see those behind them"
