@@ -41,6 +41,13 @@ def _exactness_warnings(plan: Plan) -> Iterator[PlanWarning]:
         yield PlanWarning(
             "the plan is not exact for every input pattern", "see the table Checks, and do not train with it"
         )
+    if edges := _uncompared_masks(plan):
+        names = ", ".join(edges)
+        yield PlanWarning(
+            f"{names}: perhaps a mask, since it has no gradient. Wider micro-batches pad it with zeros, and"
+            " this plan was not compared with plain PyTorch",
+            "a mask that a module returns needs --widths global; see whether `secc check --small` says so",
+        )
     for text in plan.checks.get("left_out_terms", ()):
         yield PlanWarning(
             text,
@@ -49,6 +56,15 @@ def _exactness_warnings(plan: Plan) -> Iterator[PlanWarning]:
         )
     if reason := plan.checks.get("evaluation"):
         yield PlanWarning(f"the plan cannot be evaluated: {reason}", "train without --eval-every")
+
+
+def _uncompared_masks(plan: Plan) -> list[str]:
+    """Returns the names of edges of a plan that was not compared that may carry masks: they have widths of
+    their own, and no gradient although their section trains."""
+    if plan.checks.get("patterns"):
+        return []
+    trained = {s.name for s in plan.sections if s.mode == "train"}
+    return [e.name for e in plan.edges if e.extents and not e.grad and e.src in trained]
 
 
 def _cost_warnings(plan: Plan) -> Iterator[PlanWarning]:
