@@ -269,7 +269,9 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
         shape, place = _pipeline_shape(stage, counts[pipeline])
         room = divide_in_flight_room(shape, place, rooms, largest)
         stage.attributes["room_bytes"] = int_attr(room)
-        passing = _held_micro_batches(work, _rank_load(work, stage))[1].passing(_candidate_choice(stage)[2])
+        passing = _held_micro_batches(work, _rank_load(work, stage))[1].transient_bytes(
+            _candidate_choice(stage)[2]
+        )
         stage.attributes["working_bytes"] = int_attr(passing)
         if get_string(stage, "cp_per") == "micro_batch":
             limit = InFlightLimit(int(get_number(stage, "in_flight") or 0), room)

@@ -113,7 +113,7 @@ def _run_whole_backward(roots: Sequence[BackwardRoot]) -> None:
 
 @dataclass
 class _SidePart:
-    """Passing nodes and roots of which the side graphs run together."""
+    """Passing nodes and roots, with side graphs that run together in one backward."""
 
     nodes: list[Any]
     roots: list[BackwardRoot]
@@ -181,7 +181,7 @@ class _BackwardGraph:
         units += [([m for m, _ in self.side_inputs[n]], [n], []) for n in reversed(self.side_inputs)]
         parent, owner = list(range(len(units))), dict[Any, int]()
 
-        def find(unit: int) -> int:
+        def find_first(unit: int) -> int:
             while parent[unit] != unit:
                 parent[unit] = unit = parent[parent[unit]]
             return unit
@@ -191,14 +191,14 @@ class _BackwardGraph:
             while stack:
                 node = stack.pop()
                 if node in owner:
-                    first, second = sorted((find(unit), find(owner[node])))
+                    first, second = sorted((find_first(unit), find_first(owner[node])))
                     parent[second] = first
                     continue
                 owner[node] = unit
                 stack += [m for m, _ in node.next_functions if m is not None]
         together: dict[int, _SidePart] = {}
         for unit, (_, nodes, roots) in enumerate(units):
-            found = together.setdefault(find(unit), _SidePart([], []))
+            found = together.setdefault(find_first(unit), _SidePart([], []))
             found.nodes += nodes
             found.roots += roots
         parts = [_SidePart([], [])]

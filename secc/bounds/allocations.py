@@ -49,7 +49,7 @@ def allocation_bound(work: BatchWork, least: int, own_sizes: bool) -> int:
     sections = _sections_with_stages(work.plan)
     if len(sections) > MOST_SECTIONS or not _is_grouped(sections):
         return least
-    return _Allocations(work, sections, own_sizes).bound(least)
+    return _Allocations(work, sections, own_sizes).bound_step(least)
 
 
 def _sections_with_stages(plan: Plan) -> dict[str, list[Section]]:
@@ -94,7 +94,7 @@ class _Allocations:
         }
         self._replica_bounds: dict[tuple[str, int], int] = {}
 
-    def bound(self, least: int) -> int:
+    def bound_step(self, least: int) -> int:
         """The largest time that is shown to be impossible, or `least`."""
         partitions = [
             p
@@ -147,7 +147,7 @@ class _Allocations:
                 stages = (self._visits[s.name] for s in self.sections[name])
                 found = max(-(-sum(u.forward_weight for u in own) // replicas) for own in stages)
             else:
-                found = max((pool.bound(replicas) for pool in self._pools[name]), default=0)
+                found = max((pool.bound_time(replicas) for pool in self._pools[name]), default=0)
             self._replica_bounds[key] = found
         return self._replica_bounds[key]
 

@@ -131,7 +131,7 @@ class MachinePool:
         self.tails = list(accumulate((j.tail for j in order), min))
         self.sets = self._bound_by_sets(jobs).tolist()
 
-    def bound(self, machines: int) -> int:
+    def bound_time(self, machines: int) -> int:
         """The larger bound by sets and packing."""
         machines = min(machines, self.most)
         return max(self.sets[machines - 1], _bound_by_packing(self.weights, self.heads, self.tails, machines))

@@ -451,7 +451,7 @@ def _capture_rare_paths(
     rare = find_rare_samples(user, survey, capture)
     if not rare:
         return survey, capture
-    survey = survey.keeping(rare)
+    survey = survey.keep_samples(rare)
     try:
         capture = capture_model(user, meta, survey, inputs, blocks=capture.chosen_blocks)
     except UserError as error:

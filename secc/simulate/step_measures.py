@@ -354,7 +354,7 @@ class _HeldBytes:
                     -(-own // count) if is_summed and count > 1 else 0,
                     held.sharding == "zero2",
                 )
-                found[section] = found.get(section, _TrainedBytes()).plus(summed)
+                found[section] = found.get(section, _TrainedBytes()).combine_with(summed)
             self.trained[key] = constant, found
         return self.trained[key]
 
@@ -393,7 +393,7 @@ class _TrainedBytes(NamedTuple):
     shard: int = 0
     freed: bool = False
 
-    def plus(self, other: _TrainedBytes) -> _TrainedBytes:
+    def combine_with(self, other: _TrainedBytes) -> _TrainedBytes:
         """Both together."""
         return _TrainedBytes(
             self.gradients + other.gradients,

@@ -45,7 +45,7 @@ def replica_ranks(stages: Sequence[Section]) -> int:
     return stages[0].mesh.replica_size * (len(stages) // stages[0].chunks)
 
 
-def allocate(plan: Plan, groups: Sequence[tuple[Sequence[str], int]], world: int) -> Plan:
+def move_to_groups(plan: Plan, groups: Sequence[tuple[Sequence[str], int]], world: int) -> Plan:
     """The plan with these groups of sections, each on so many ranks of its own."""
     sections, start, moved = sections_of(plan), 0, dict[str, Section]()
     for names, ranks in groups:
@@ -62,11 +62,11 @@ def allocate(plan: Plan, groups: Sequence[tuple[Sequence[str], int]], world: int
     return dataclasses.replace(plan, sections=tuple(moved[s.name] for s in plan.sections), world_size=world)
 
 
-def partitions(names: Sequence[str]) -> Iterator[list[list[str]]]:
+def all_partitions(names: Sequence[str]) -> Iterator[list[list[str]]]:
     if not names:
         yield []
         return
-    for rest in partitions(names[1:]):
+    for rest in all_partitions(names[1:]):
         yield [[names[0]], *rest]
         for i in range(len(rest)):
             yield [*rest[:i], [names[0], *rest[i]], *rest[i + 1 :]]
@@ -84,9 +84,9 @@ def every_allocation(plan: Plan, world: int) -> Iterator[Plan]:
             for rest in ranks_of(groups[1:], left - ranks):
                 yield [ranks, *rest]
 
-    for groups in partitions(list(sections)):
+    for groups in all_partitions(list(sections)):
         for ranks in ranks_of(groups, world):
-            yield allocate(plan, list(zip(groups, ranks, strict=True)), world)
+            yield move_to_groups(plan, list(zip(groups, ranks, strict=True)), world)
 
 
 @st.composite
@@ -201,7 +201,7 @@ jobs = st.lists(
 @given(jobs, st.integers(1, 100))
 def test_pools_know_the_bounds_for_all_numbers_of_machines(drawn: list[BoundJob], machines: int) -> None:
     pool = MachinePool(drawn, 100)
-    assert pool.bound(machines) == max(best_set_bound(drawn, machines), packing_bound(drawn, machines))
+    assert pool.bound_time(machines) == max(best_set_bound(drawn, machines), packing_bound(drawn, machines))
 
 
 def test_dealt_samples_do_not_delay_each_other() -> None:

@@ -76,7 +76,7 @@ def plan_of_stages(
             limit_bytes(s, size, "S", "S//2" if split else ""),
             params=(f"{s.name}.w",),
             sharding=sharding,
-            working_bytes=memory.passing(sharding),
+            working_bytes=memory.transient_bytes(sharding),
             weight_permille=500 if split else 0,
         )
         for s, size, memory in zip(stages, room, memories, strict=True)

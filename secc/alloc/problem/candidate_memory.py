@@ -73,7 +73,7 @@ def candidate_memory(work: Workload, load: SectionLoad, c: Candidate) -> RankMem
 
 def passing_bytes(work: Workload, load: SectionLoad, c: Candidate) -> int:
     """Bytes that passes of candidate `c` of a section need for a time on a rank."""
-    return candidate_memory(work, work.rank_load(load, c.shape), c).passing(c.sharding)
+    return candidate_memory(work, work.rank_load(load, c.shape), c).transient_bytes(c.sharding)
 
 
 def stage_in_flight_limit(

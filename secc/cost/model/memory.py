@@ -77,7 +77,7 @@ class RankMemory(NamedTuple):
         """Bytes besides gradients and activations."""
         return self.parameters + self.optimizer + self.buffers + self.working
 
-    def passing(self, sharding: str) -> int:
+    def transient_bytes(self, sharding: str) -> int:
         """Bytes that passes need for a time: gathered layers under ZeRO-3, and transient memory. (Layers from
         host memory count with the weights.)"""
         return self.working + (self.buffers if sharding == "zero3" else 0)

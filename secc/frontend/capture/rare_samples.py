@@ -32,9 +32,9 @@ class _UnknownOutcome(Exception):
 def find_rare_samples(
     user: UserModel, survey: DatasetSurvey, capture: Capture, seed: int = 0
 ) -> dict[int, Sample]:
-    """Returns drawn samples, by index, that alone meet conditions which no case of their pattern was captured
-    under; the first of each way to decide them. Large samples, and those of which only sizes are kept because
-    they failed to load again, are left out."""
+    """Returns drawn samples, by index, with outcomes of conditions under which no case of their pattern was
+    captured; the first sample of each combination of outcomes. Large samples are left out, and samples that
+    failed to load again."""
     found = dict[int, Sample]()
     for pattern in survey.pattern_counts:
         cases = [c for c in capture.cases if c.pattern == pattern]

@@ -84,7 +84,7 @@ class DatasetSurvey:
         """Returns the survey with the dataset's own samples only, for models that refuse cropped ones."""
         return replace(self, may_crop=False)
 
-    def keeping(self, rare: Mapping[int, Sample]) -> DatasetSurvey:
+    def keep_samples(self, rare: Mapping[int, Sample]) -> DatasetSurvey:
         """Returns the survey with these samples, by index, kept too."""
         drawn = (
             replace(d, sample=rare[d.index], is_rare=True) if d.index in rare else d

@@ -15,7 +15,7 @@ from tools.zoo_models.entry import Sample
 from tools.zoo_models.samples import integer
 
 FRAMES = 4  # of a clip with a sound
-LONGER = 3840  # of sounds of which some codecs make a frame of 1,920
+LONGER = 3840  # values of a sound: two frames for codecs with frames of 1,920 values
 
 
 def waves(names: set[str], config: Any) -> Iterator[Recipe]:
