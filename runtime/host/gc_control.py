@@ -12,17 +12,20 @@ _SLOW_GC_THRESHOLD = 100_000  # net allocations between two collections
 
 
 @contextmanager
-def pause_gc() -> Iterator[None]:
+def pause_gc(exempt: bool = False) -> Iterator[None]:
     """Disables the collector inside the `with` block.
 
     For code that makes many small tuples and no cycles, where collections would take as long as the code
-    itself.
+    itself. exempt: for imports, the objects of which stay; inside `slow_gc`, collections pass over all
+    objects that exist at the end of the block (gc.freeze).
     """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if exempt and gc.get_threshold()[0] == _SLOW_GC_THRESHOLD:
+            gc.freeze()
         if enabled:
             gc.enable()
 
@@ -43,5 +46,6 @@ def slow_gc() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.freeze()  # young objects too, so that leaving the block starts no collection
         gc.set_threshold(*before)
         gc.unfreeze()

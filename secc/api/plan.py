@@ -19,6 +19,7 @@ from secc.errors import TooManyRanks, UserError
 from secc.report.plan_brief import plan_brief
 from secc.report.text_table import TextTable
 from secc.runtime.data.epoch_order import repeated_samples_text
+from secc.runtime.host.gc_control import pause_gc
 from secc.runtime.model.user_file import is_model_file_module
 from secc.runtime.plan import schema
 from secc.runtime.plan.plan_file import load_plan
@@ -245,9 +246,10 @@ def _compile_and_preview(
     path: Path, options: CompileOptions, check: bool, progress: Progress | None
 ) -> tuple[CompiledPlan, StepPreview]:
     """Compiles a model file, compares it with plain PyTorch, and simulates a step."""
-    from secc.driver.compile import compile_model
-    from secc.driver.exactness_check import check_exactness
-    from secc.driver.step_preview import preview_step
+    with pause_gc(exempt=True):  # objects created by imports are never garbage
+        from secc.driver.compile import compile_model
+        from secc.driver.exactness_check import check_exactness
+        from secc.driver.step_preview import preview_step
 
     show = progress or (lambda step: None)
     compiled = compile_model(path, options, progress)
@@ -303,9 +305,10 @@ def check(
     """Compiles a model for `ranks` CPU processes (default: 2, or 1 if the model has work for no more) and
     compares the plan with plain PyTorch on small batches. `small`: check `small_model()`. Raises UserError if
     the plan is not exact."""
-    from secc.driver.compile import compile_model
-    from secc.driver.exactness_check import check_exactness
-    from secc.report.plan_tables import plan_tables
+    with pause_gc(exempt=True):  # objects created by imports are never garbage
+        from secc.driver.compile import compile_model
+        from secc.driver.exactness_check import check_exactness
+        from secc.report.plan_tables import plan_tables
 
     _refuse_in_model_file()
     options = CompileOptions(

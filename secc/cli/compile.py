@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from secc.cli.console import out, print_json, print_table, show_progress
+from secc.runtime.host.gc_control import pause_gc, slow_gc
 
 if TYPE_CHECKING:
     from secc.runtime.plan.schema import Plan
@@ -75,6 +76,7 @@ _FUSE_FLAGS = typer.Option(
 FUSE_OPTION = Annotated[bool | None, _FUSE_FLAGS]
 
 
+@slow_gc()
 def command(
     model: MODEL_ARGUMENT,
     output: Annotated[
@@ -158,9 +160,7 @@ def command(
     json: JSON_OPTION = False,
 ) -> None:
     """Compile a model into a plan that torchrun executes."""
-    from secc.runtime.host.gc_control import pause_gc, slow_gc
-
-    with pause_gc():  # objects created by imports are never garbage
+    with pause_gc(exempt=True):  # objects created by imports are never garbage
         from secc.api.plan import compile_to_directory
         from secc.driver.compile_options import CompileOptions
         from secc.report.plan_brief import plan_brief
@@ -190,7 +190,7 @@ def command(
         dtype=dtype,
         run_ahead=run_ahead,
     )
-    with show_progress(json, COMPILE_STAGES) as show, slow_gc():
+    with show_progress(json, COMPILE_STAGES) as show:
         compiled = compile_to_directory(model, options, output, check, show)
     plan = compiled.plan
     if json:

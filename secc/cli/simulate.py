@@ -13,6 +13,7 @@ import typer
 from secc.cli.compile import JSON_OPTION
 from secc.cli.console import err, out, print_json, print_table, show_progress, styled
 from secc.cli.explain import PLAN_ARGUMENT
+from secc.runtime.host.gc_control import pause_gc, slow_gc
 
 if TYPE_CHECKING:
     from secc.baselines.compare import BaselineResult
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from secc.simulate.step_measures import StepMeasures
 
 
+@slow_gc()
 def command(
     plan: PLAN_ARGUMENT,
     steps: Annotated[
@@ -50,9 +52,7 @@ def command(
     json: JSON_OPTION = False,
 ) -> None:
     """Simulate steps of a plan: their time, its ratio to lower bounds, and where ranks wait."""
-    from secc.runtime.host.gc_control import pause_gc, slow_gc
-
-    with pause_gc():  # objects created by imports are never garbage
+    with pause_gc(exempt=True):  # objects created by imports are never garbage
         from secc.api.simulation import baseline_table, simulate_plan, simulation_stages
         from secc.driver.plan_origin import check_model_is_trusted
         from secc.runtime.plan.plan_file import load_plan
@@ -62,7 +62,7 @@ def command(
     if not trust_model:
         check_model_is_trusted(plan)
     names = _parse_baselines(baselines)
-    with show_progress(json, simulation_stages(names)) as show, slow_gc():
+    with show_progress(json, simulation_stages(names)) as show:
         found = simulate_plan(
             plan, loaded, steps=steps, seed=seed, shuffle=shuffle, order=order, baselines=names, show=show
         )

@@ -78,7 +78,7 @@ from secc.ir.dialect.ops import WHOLE_ATTRIBUTE, GraphOp, graph_of
 from secc.passes.allocate import Allocate
 from secc.passes.fusion.fuse_when import reason_not_to_fuse
 from secc.runtime.fusion.install import installed_temporarily
-from secc.runtime.host.gc_control import slow_gc
+from secc.runtime.host.gc_control import pause_gc, slow_gc
 from secc.runtime.model import imported_code
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.outlined_forward import StatementRange
@@ -297,11 +297,11 @@ def load_and_capture(
     time_step: context manager that times a named step. Raises UserError for a model or dataset that cannot be
     captured.
     """
-    with time_step("read the model file"):
+    with time_step("read the model file"), pause_gc(exempt=True):  # what it imports is never garbage
         user = load_model_file(path)
         if options.small:
             user = user.with_small_dataset()
-    with time_step("build the model on the meta device"):
+    with time_step("build the model on the meta device"), pause_gc(exempt=True):  # may import
         meta = build_meta_model(user, small=options.small)
         parameters = describe_parameters(meta)
         check_trainable_dtype(meta, options.dtype)
