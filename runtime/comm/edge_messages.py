@@ -3,7 +3,8 @@ share samples.
 
 Both ends compute every shape from the samples' sizes, so only values are sent. For each shared sample, in the
 producer's order, a message holds the sample's rows, cut to its own extents where a micro-batch is padded
-wider. The gradient of an edge travels in the same messages in the other direction.
+wider. The consumer writes them into a tensor that holds what the producer pads with. The gradient of an edge
+travels in the same messages in the other direction.
 
 Between stages of a pipeline, which have the same micro-batches, a tensor is sent whole. Of a micro-batch
 that is dealt to the ranks of a replica, each subgroup sends the tensor of its own samples to the same
@@ -75,6 +76,7 @@ class EdgeLayout:
         self.pairs: dict[MicroBatchPair, tuple[int, ...]] = micro_batch_pairs(edge, schedule)
         self._carried = {s for shared in self.pairs.values() for s in shared}
         self._extents = () if plan.widths == "global" else edge.extents
+        self._fills: tuple[float, ...] = edge.fills if self._extents else ()
         self._boxes: dict[tuple[str, MicroBatchPair], tuple[TensorBox, ...]] = {}
         self._shapes: dict[tuple[str, int], tuple[int, ...]] = {}
         self._pairs_by_micro_batch: defaultdict[tuple[str, int], list[MicroBatchPair]] = defaultdict(list)
@@ -108,6 +110,32 @@ class EdgeLayout:
         if not self.is_whole:
             dims[self.edge.dim] = sum(self._sample_rows(s) for s in self.carried_samples(side, samples))
         return tuple(dims)
+
+    def make_padding(self, samples: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return a tensor for the consumer's `samples` in which all is padding, for their rows to be written
+        into."""
+        shape = self.shape_of_samples("dst", samples)
+        if not any(self._fills):
+            return torch.zeros(shape, dtype=self.dtype, device=device)
+        if len(set(self._fills)) == 1:
+            return torch.full(shape, self._fills[0], dtype=self.dtype, device=device)
+        tensor = torch.zeros(shape, dtype=self.dtype, device=device)
+        for box in self.boxes_of_samples("dst", samples, self.carried_samples("dst", samples)):
+            for index, fill in enumerate(self._fills):
+                self.padding_in_rows(tensor, box, index).fill_(fill)
+        return tensor
+
+    def padding_in_rows(self, tensor: torch.Tensor, box: TensorBox, index: int) -> torch.Tensor:
+        """Return the view of a tensor that is padding of one sample by extent `index`, and by none of the
+        later ones. `box`: what belongs to the sample itself."""
+        start, length = box.box[self.edge.dim]
+        view = tensor.narrow(self.edge.dim, start, length)
+        for number, (dim, _, side) in enumerate(self._extents[index:]):
+            start, length = box.box[dim]
+            if number == 0:
+                start, length = (0 if side == "left" else length), tensor.shape[dim] - length
+            view = view.narrow(dim, start, length)
+        return view
 
     @property
     def is_whole(self) -> bool:
@@ -169,11 +197,11 @@ class EdgeLayout:
 
     def sample_boxes(self, side: str, pair: MicroBatchPair) -> list[TensorBox]:
         """Return the box of each sample of `pair` in the tensor on `side`."""
-        return self._boxes_of_samples(
+        return self.boxes_of_samples(
             side, self._micro_batches[side][pair[side == "dst"]].samples, self.pairs[pair]
         )
 
-    def _boxes_of_samples(self, side: str, samples: Sequence[int], wanted: Sequence[int]) -> list[TensorBox]:
+    def boxes_of_samples(self, side: str, samples: Sequence[int], wanted: Sequence[int]) -> list[TensorBox]:
         """Return the box of each of the `wanted` in the tensor of `samples` that are computed together."""
         shape = self.shape_of_samples(side, samples)
         starts, start = {}, 0
@@ -201,7 +229,10 @@ class EdgeLayout:
         self, whole: torch.Tensor, side: str, samples: Sequence[int], part: Sequence[int]
     ) -> torch.Tensor:
         """Return the tensor of `part`, given that of `samples`, which include them."""
-        own = torch.zeros(self.shape_of_samples(side, part), dtype=whole.dtype, device=whole.device)
+        if side == "dst":
+            own = self.make_padding(part, whole.device)
+        else:
+            own = torch.zeros(self.shape_of_samples(side, part), dtype=whole.dtype, device=whole.device)
         self.unpack_part(
             self._pack(whole, side, samples, self.carried_samples(side, part)), own, side, part, part
         )
@@ -213,7 +244,7 @@ class EdgeLayout:
 
     def part_numel(self, side: str, part: Sequence[int]) -> int:
         """Return the number of entries of `pack_part`."""
-        return sum(box.numel for box in self._boxes_of_samples(side, part, self.carried_samples(side, part)))
+        return sum(box.numel for box in self.boxes_of_samples(side, part, self.carried_samples(side, part)))
 
     def unpack_part(
         self, flat: torch.Tensor, tensor: torch.Tensor, side: str, samples: Sequence[int], part: Sequence[int]
@@ -221,7 +252,7 @@ class EdgeLayout:
         """Copy rows of `part`, as `pack_part` gives them, into the tensor of `samples`, which include
         them."""
         start = 0
-        for box in self._boxes_of_samples(side, samples, self.carried_samples(side, part)):
+        for box in self.boxes_of_samples(side, samples, self.carried_samples(side, part)):
             view = box.view(tensor)
             view.copy_(flat[start : start + box.numel].view(view.shape))
             start += box.numel
@@ -229,7 +260,7 @@ class EdgeLayout:
     def _pack(
         self, tensor: torch.Tensor, side: str, samples: Sequence[int], wanted: Sequence[int]
     ) -> torch.Tensor:
-        boxes = self._boxes_of_samples(side, samples, wanted)
+        boxes = self.boxes_of_samples(side, samples, wanted)
         return torch.cat([tensor.new_empty(0), *(box.view(tensor).reshape(-1) for box in boxes)])
 
     def _sample_rows(self, sample: int) -> int:

@@ -396,6 +396,7 @@ _CHECKS = shapes.record(
         "logged": _TEXTS,
         "notes": _TEXTS,
         "taken_back": shapes.items_of(shapes.record({"choice": _TEXT, "reason": _TEXT, "where": _TEXT})),
+        "padding_seen": _TEXTS,
         "whole": _TEXT_LISTS,
         "reason": _TEXT,
         "widths": _TEXT,
@@ -584,19 +585,25 @@ _PLAN = shapes.record(
             pads=shapes.items_of(shapes.row_of(_DIM, _SIDE, _pad_fill)),
         ),
         "sections": shapes.mapping_of(_section, _NAME),
-        "edges": _records(
-            schema.Edge,
-            name=_NAME,
-            src=_TEXT,
-            dst=_TEXT,
-            dtype=_DTYPE,
-            dims=_EXPRESSIONS,
-            dim=shapes.integer(-1, _MAX_DIM),
-            rows=_optional_expression,
-            grad=_FLAG,
-            when=_TEXTS,
-            extents=shapes.items_of(shapes.row_of(_DIM, _expression, _SIDE)),
-            bytes_per_sample=shapes.number(0),
+        "edges": shapes.items_of(
+            shapes.dataclass_of(
+                schema.Edge,
+                {
+                    "name": _NAME,
+                    "src": _TEXT,
+                    "dst": _TEXT,
+                    "dtype": _DTYPE,
+                    "dims": _EXPRESSIONS,
+                    "dim": shapes.integer(-1, _MAX_DIM),
+                    "rows": _optional_expression,
+                    "grad": _FLAG,
+                    "when": _TEXTS,
+                    "extents": shapes.items_of(shapes.row_of(_DIM, _expression, _SIDE)),
+                    "bytes_per_sample": shapes.number(0),
+                    "fills": shapes.items_of(_any_number, _MAX_DIM + 1),
+                },
+                optional=("fills",),
+            )
         ),
         "terms": shapes.items_of(
             shapes.dataclass_of(
@@ -782,6 +789,9 @@ def _check_edges(plan: Plan, symbols: set[str]) -> None:
         _check_symbols([edge.rows] if edge.rows else [], symbols, f"{place}.rows")
         _check_symbols([text for _, text, _ in edge.extents], symbols, f"{place}.extents")
         _check_dims([dim for dim, _, _ in edge.extents], len(edge.dims), f"{place}.extents")
+        if edge.fills and len(edge.fills) != len(edge.extents):
+            message = f"expected one for each of {len(edge.extents)} extents, got {len(edge.fills)}"
+            raise MalformedValue(message, f"{place}.fills")
         if edge.dim >= len(edge.dims) or (edge.dim >= 0) != bool(edge.rows):
             raise MalformedValue("expected a dim with rows, or -1 and no rows", f"{place}.dim")
         if edge.when != sections[edge.src].when:

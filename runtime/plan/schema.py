@@ -289,6 +289,9 @@ class Edge:
     samples may be narrower than the micro-batch (only if widths are "own"). `grad` says whether a gradient
     flows back, `when` is the producer's predicate. Stages of a pipeline have the same micro-batches, so a
     tensor passes between them as a whole: `dim` is -1 and `rows` empty.
+
+    `fills` are what the producer writes where it pads the dims of `extents`, in their order (() for zeros);
+    the consumer pads with it, too. Where an entry is padding by several dims, the last of them counts.
     """
 
     name: str
@@ -302,6 +305,7 @@ class Edge:
     when: tuple[str, ...] = ()
     extents: tuple[tuple[int, str, str], ...] = ()
     bytes_per_sample: float = 0.0
+    fills: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -569,9 +573,12 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     for name, stages in plan.pipelines.items():
         if stages[0].pipeline:
             sections[name]["stages"] = [_section_to_dict(s) for s in stages]
-    data = dataclasses.asdict(plan) | {"sections": sections}
+    data: dict[str, Any] = dataclasses.asdict(plan) | {"sections": sections}
     if not plan.outputs:
         del data["outputs"]
+    for edge in data["edges"]:
+        if not edge["fills"]:
+            del edge["fills"]
     return data
 
 

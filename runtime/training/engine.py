@@ -652,13 +652,12 @@ class _StepExecution:
     ) -> torch.Tensor:
         """Assembles the tensor of an edge as the consumer expects it from the messages of several producer
         micro-batches, cut and padded to the consumer's sizes."""
-        shape = layout.tensor_shape("dst", micro)
         if layout.is_whole:
             message = self.receive_forward(edge, incoming[0])
             # The same memory, but not as a view of the message, so that a block may write to it in place.
             alias = message.new_empty(0).set_(message)  # pyright: ignore[reportCallIssue, reportArgumentType]
-            return alias.resize_(shape)
-        tensor = torch.zeros(shape, dtype=layout.dtype, device=self.engine.device)
+            return alias.resize_(layout.tensor_shape("dst", micro))
+        tensor = layout.make_padding(self.micro_batch(edge.dst, micro).samples, self.engine.device)
         for pair in incoming:
             layout.unpack_message(self.receive_forward(edge, pair), tensor, "dst", pair)
         return tensor

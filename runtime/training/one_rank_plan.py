@@ -19,11 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from secc.runtime.comm.edge_messages import EdgeLayout
 from secc.runtime.comm.p2p_channels import Transport
 from secc.runtime.data.drawn_sums import find_drawn_sums
 from secc.runtime.data.sample_metadata import compute_batch_sums
@@ -123,6 +124,16 @@ class _ExecutedStep:
     engine: Engine
     step: StepInput
     loss: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SentTensor:
+    """The tensor of an edge in one of its producer's micro-batches, with these samples."""
+
+    edge: plan_schema.Edge
+    layout: EdgeLayout
+    samples: tuple[int, ...]
+    tensor: torch.Tensor
 
 
 class OneRankPlan:
@@ -282,6 +293,38 @@ class OneRankPlan:
                 if not torch.equal(parameter.detach(), value):
                     changes[name] = parameter.detach() - value
                     parameter.data = data.copy_(value)
+
+    @torch.no_grad()
+    def find_sent_tensors(self, samples: Sequence[Mapping[str, Any]]) -> list[SentTensor]:
+        """Returns what sections send each other, in micro-batches of as many of the samples as possible. For
+        a plan that evaluates."""
+        results: dict[str, list[dict[str, torch.Tensor]]] = {name: [] for name in self.sections}
+
+        def keep_result(section: nn.Module, _: Any, result: tuple[dict[str, torch.Tensor], Any]) -> None:
+            results[cast(SectionModule, section).name].append(result[0])
+
+        hooks = [s.register_forward_hook(keep_result) for s in self.sections.values()]
+        try:
+            done = self._execute(samples, len(samples))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        schedule, sent = done.step.schedule, list[SentTensor]()
+        layouts = {
+            e.name: EdgeLayout(e, done.engine.plan, schedule, done.step.samples)
+            for e in self.plan.edges
+            if e.dim >= 0
+        }
+        for name, computed in results.items():
+            ran = [i.micro for i in schedule.programs[0] if i.kind == "F" and i.section == name]
+            micros = [m for k in ran if (m := schedule.micro_batches[name][k]).samples]
+            sent += [
+                SentTensor(layout.edge, layout, micro.samples, tensors[edge])
+                for micro, tensors in zip(micros, computed, strict=True)
+                for edge, layout in layouts.items()
+                if edge in tensors
+            ]
+        return sent
 
     def find_inexact_output(self, samples: Sequence[Mapping[str, Any]], max_samples: int) -> str:
         """Returns the name of a tensor that `metrics()` asks for and that plain PyTorch's forward of all

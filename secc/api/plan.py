@@ -248,6 +248,7 @@ def _compile_and_preview(
     """Compiles a model file, compares it with plain PyTorch, and simulates a step."""
     with pause_gc(exempt=True):  # objects created by imports are never garbage
         from secc.driver.compile import compile_model
+        from secc.driver.edge_fills import find_padding, with_fills
         from secc.driver.exactness_check import check_exactness
         from secc.driver.step_preview import preview_step
 
@@ -256,6 +257,8 @@ def _compile_and_preview(
     if check:
         show("compare with the eager model")
         compiled = check_exactness(compiled)
+    else:
+        compiled = with_fills(compiled, find_padding(compiled))
     show("simulate a step")
     preview = preview_step(compiled)
     return dataclasses.replace(compiled, plan=preview.plan), preview

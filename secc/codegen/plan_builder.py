@@ -318,6 +318,7 @@ def _plan_edge(graph: GraphOp, op: EdgeOp) -> schema.Edge:
         when=strings_of(src.when),
         extents=extents,
         bytes_per_sample=_bytes_per_sample(graph, op),
+        fills=tuple(map(float, strings_of(op.fills))),
     )
 
 

@@ -118,6 +118,11 @@ def render_section_module(graph: GraphOp, section: SectionOp) -> str:
         cls=section_class_name(section.sym.data),
         mode=mode,
         active_for=describe_predicate(strings_of(section.when)),
+        padded=[
+            f"{op.sym.data} with {', '.join(dict.fromkeys(strings_of(op.fills)))}"
+            for op in graph.edges
+            if op.fills and op.dst.root_reference.data == section.sym.data
+        ],
         blocks=strings_of(section.blocks),
         attributes=attributes,
         cases=cases,

@@ -19,6 +19,7 @@ from torch import nn
 from secc.driver.batch_of_one import describe_fault_of_one, find_fault_of_one
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
+from secc.driver.edge_fills import PaddingSeen, describe_varying, find_block_padding, find_padding, with_fills
 from secc.driver.global_switches import GlobalSwitch, find_global_switch
 from secc.driver.kept_state import refuse_kept_state
 from secc.driver.optional_inputs import find_changing_input
@@ -35,6 +36,7 @@ from secc.runtime.host.gc_control import slow_gc
 from secc.runtime.model.source_lines import error_source_line, forward_source_line
 from secc.runtime.plan.batch_sizes import read_symbol_sizes
 from secc.runtime.plan.sample_predicates import describe_pattern
+from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.unsplit_reason import TOKEN_MIXING_REMEDY
 from secc.runtime.sections import gradient_hooks
 from secc.runtime.sections.base import load_plan_module
@@ -96,22 +98,28 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
         if required:
             remedy = "define small_model(), the same architecture but small, and check with --small"
             raise UserError("the model is too large to be shown exact here", str(compiled.user.path), remedy)
-        return _add_checks(
-            compiled, {"reason": "not compared with the eager model, which is too large to be built here"}
-        )
-    compared = _check_drawn_rows(compiled)
+        padding = find_block_padding(compiled)
+        checks: dict[str, object] = {
+            "reason": "not compared with the eager model, which is too large to be built here"
+        }
+        if known := [name for name, found in padding.items() if found.is_constant]:
+            checks["padding_seen"] = known
+        return _add_checks(with_fills(compiled, padding), checks)
+    model, compared = compiled.model, _check_drawn_rows(compiled)
+    padding = find_padding(compared)
+    compiled, compared = with_fills(compiled, padding), with_fills(compared, padding)
     for pattern in compared.survey.micro_batch_patterns():
         samples = compared.survey.compose_batches(pattern)[-1]
-        refuse_kept_state(compiled.plan, compiled.user, compiled.model, samples)
+        refuse_kept_state(compiled.plan, compiled.user, model, samples)
     try:
-        patterns = compare_patterns(compared, compiled.model)
+        patterns = compare_patterns(compared, model)
         for pattern in patterns:
             if not pattern.comparison.is_exact:
                 raise _inexact_error(compared, pattern)
     except UserError as error:
-        return _check_other_plans(compiled, error)
-    checks: dict[str, object] = {"patterns": [p.as_dict() for p in patterns]}
-    if compiled.user.defines("eval_dataset") and (reason := _why_not_evaluable(compiled, compiled.model)):
+        return _check_other_plans(compiled, error, padding)
+    checks = {"patterns": [p.as_dict() for p in patterns]}
+    if compiled.user.defines("eval_dataset") and (reason := _why_not_evaluable(compiled, model)):
         checks["evaluation"] = reason
     return _add_checks(compiled, checks)
 
@@ -153,11 +161,12 @@ def _why_not_evaluable(compiled: CompiledPlan, model: nn.Module) -> str:
         for pattern in compiled.survey.micro_batch_patterns():
             samples = compiled.survey.compose_batches(pattern)[-1]
             try:
-                found = rank.compare_step(samples, CHECK_MICRO_BATCH, rank.run_reference(samples))
+                reference = rank.run_reference(samples)
+                found = [rank.compare_step(samples, n, reference) for n in _padding_sizes(compiled.plan)]
                 output = rank.find_inexact_output(samples, 1) if compiled.plan.outputs else ""
             except Exception as error:  # whatever the user's code raises in eval mode
                 return (str(error).strip() or type(error).__name__).splitlines()[0]
-            if max(c.difference.loss for c in (found, found.widened) if c is not None) > 1:
+            if any(c.difference.loss > 1 or (c.widened and c.widened.difference.loss > 1) for c in found):
                 return (
                     "in eval mode forward computes another loss than the plan, which was captured in training"
                     " mode; move code that depends on self.training into a module that forward calls"
@@ -170,9 +179,12 @@ def _why_not_evaluable(compiled: CompiledPlan, model: nn.Module) -> str:
     return ""
 
 
-def _check_other_plans(compiled: CompiledPlan, error: UserError) -> CompiledPlan:
-    """Compiles and checks other plans than the one that the check refused with `error`; returns the first
-    exact one. Raises `error` if there is none, or why nothing fits without the choices that it took back."""
+def _check_other_plans(
+    compiled: CompiledPlan, error: UserError, padding: Mapping[str, PaddingSeen]
+) -> CompiledPlan:
+    """Compiles and checks other plans than the one that the check refused with `error`, with `padding` on its
+    edges; returns the first exact one. Raises `error` if there is none, or why nothing fits without the
+    choices that it took back."""
     refusal = error
     for options in _other_options(compiled, error):
         try:
@@ -186,7 +198,8 @@ def _check_other_plans(compiled: CompiledPlan, error: UserError) -> CompiledPlan
         if options.widths == compiled.options.widths:
             return checked
         reason = WidthsReason.INEXACT if options.widths == "global" else WidthsReason.NEEDED
-        return _add_checks(checked, {"widths": reason.value})
+        masks = describe_varying(padding, compiled.plan.edges) if options.widths == "global" else ""
+        return _add_checks(checked, {"widths": reason.value + masks})
     raise _blame_pinned_stages(compiled, refusal)
 
 
@@ -441,11 +454,9 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         samples = compiled.survey.compose_batches(pattern)[-1] + rare
         reference = _run_deterministic_reference(compiled, rank, samples)
     _check_decisions(compiled, rank, pattern)
-    sizes: list[MicroBatchSizes] = [CHECK_MICRO_BATCH]
+    sizes = _padding_sizes(compiled.plan)
     if compiled.plan.draws:
         sizes.append(1)  # random numbers must be the same in micro-batches of any size
-    if compiled.plan.widths == "own" and any(edge.extents for edge in compiled.plan.edges):
-        sizes += SizeTrend  # what edges pad may be read
     if compiled.plan.checks.get("accepted"):
         sizes = [len(samples)]  # what was accepted is exact where there is one micro-batch
     try:
@@ -459,6 +470,12 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         _refuse_gradient_hooks(rank, samples)
         refuse_faults_of_one(compiled, rank, samples, reference)
     return PatternCheck(tuple(sorted(pattern)), len(samples), worst)
+
+
+def _padding_sizes(plan: Plan) -> list[MicroBatchSizes]:
+    """Returns sizes of micro-batches that show whether what edges pad is read."""
+    pads = plan.widths == "own" and any(edge.extents for edge in plan.edges)
+    return [CHECK_MICRO_BATCH, *(SizeTrend if pads else ())]
 
 
 def _refuse_gradient_hooks(rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]) -> None:

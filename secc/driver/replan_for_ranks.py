@@ -20,7 +20,7 @@ from secc import __version__, pass_pipeline
 from secc.codegen import plan_builder
 from secc.codegen.plan_files import build_plan_files
 from secc.codegen.plan_writer import write_plan_files
-from secc.driver import what_if
+from secc.driver import edge_fills, what_if
 from secc.errors import UserError
 from secc.ir.text_io.module_text import parse_module, read_text
 from secc.report.html_page import report_page
@@ -49,8 +49,9 @@ def replan_for_ranks(directory: Path, ranks: int) -> Path:
     versions = {"secc": __version__, "torch": torch.__version__.split("+")[0]}
     new = plan_builder.build_plan(module, plan.model, versions)
     new = dataclasses.replace(new, checks=plan.checks | new.checks)
+    new, module, done_dumps = edge_fills.set_fills(new, module, run.dumps, edge_fills.carry_fills(plan, new))
     constants = _read_constants(directory)
-    dumps = [(path.stem.partition("-")[2], read_text(path)) for path in before] + run.dumps
+    dumps = [(path.stem.partition("-")[2], read_text(path)) for path in before] + done_dumps
     source = (directory / MODEL_FILE_COPY).read_text()
     try:
         files = build_plan_files(new, module, dumps, constants, source, report_page(new))

@@ -354,6 +354,11 @@ def _placement_table(plan: Plan) -> TextTable:
     )
 
 
+def _padding_text(edge: Edge) -> str:
+    numbers = [f"{n:g}" for n in (edge.fills if len(set(edge.fills)) > 1 else edge.fills[:1])]
+    return f", padded with {' and '.join(numbers)}" if numbers else ""
+
+
 def _edges_table(plan: Plan) -> TextTable:
     def row(e: Edge) -> tuple[str, ...]:
         shape = f"{e.dtype}[{', '.join(e.dims)}]"
@@ -361,7 +366,7 @@ def _edges_table(plan: Plan) -> TextTable:
             e.name,
             f"{e.src} → {e.dst}",
             shape,
-            f"{e.rows} rows per sample" if e.rows else "whole",
+            (f"{e.rows} rows per sample" if e.rows else "whole") + _padding_text(e),
             bytes_text(e.bytes_per_sample),
             "both ways" if e.grad else "forward",
         )

@@ -46,7 +46,7 @@ def _exactness_warnings(plan: Plan) -> Iterator[PlanWarning]:
         yield PlanWarning(
             f"{names}: perhaps a mask, since it has no gradient. Wider micro-batches pad it with zeros, and"
             " this plan was not compared with plain PyTorch",
-            "a mask that a module returns needs --widths global; see whether `secc check --small` says so",
+            "define small_model(), which shows what pads it, or give --widths global",
         )
     for text in plan.checks.get("left_out_terms", ()):
         yield PlanWarning(
@@ -60,11 +60,13 @@ def _exactness_warnings(plan: Plan) -> Iterator[PlanWarning]:
 
 def _uncompared_masks(plan: Plan) -> list[str]:
     """Returns the names of edges of a plan that was not compared that may carry masks: they have widths of
-    their own, and no gradient although their section trains."""
+    their own, and no gradient although their section trains. What pads them was not seen, either."""
     if plan.checks.get("patterns"):
         return []
+    seen = plan.checks.get("padding_seen", ())
     trained = {s.name for s in plan.sections if s.mode == "train"}
-    return [e.name for e in plan.edges if e.extents and not e.grad and e.src in trained]
+    masks = (e.name for e in plan.edges if e.extents and not e.grad and e.src in trained)
+    return [name for name in masks if name not in seen]
 
 
 def _cost_warnings(plan: Plan) -> Iterator[PlanWarning]:

@@ -348,13 +348,15 @@ def collate(samples):
 """
 
 
-def test_a_mask_that_a_module_makes_needs_the_global_batchs_widths(tmp_path: Path) -> None:
+def test_a_mask_that_pads_with_varying_numbers_needs_the_global_batchs_widths(tmp_path: Path) -> None:
     """A section that gets it in wider micro-batches pads it with zeros, which hide nothing."""
     path = tmp_path / "model.py"
-    path.write_text(DATA + MASKING)
+    hidden = "-1e4 * (input_ids == 0) * torch.arange(1.0, 1 + input_ids.shape[1])"
+    path.write_text(DATA + re.sub("torch.zeros.*-torch.inf.", hidden, MASKING))
     options = CompileOptions(cluster="local:2", strategy="apart")
     plan = check_exactness(compile_model(path, options)).plan
-    assert plan.widths == "global" and plan.checks["widths"] == WidthsReason.INEXACT.value
+    assert plan.widths == "global"
+    assert plan.checks["widths"] == f"{WidthsReason.INEXACT.value} (no one number pads encoder, encoder_1)"
     with pytest.raises(UserError) as refused:
         check_exactness(compile_model(path, replace(options, widths="own")))
     assert "leave --widths own out" in refused.value.remedy

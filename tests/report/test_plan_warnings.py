@@ -17,11 +17,12 @@ COMPARED = {"patterns": [{"exact": True}]}
     [
         ("train", False, ((1, "S", "right"),), {}, True),
         ("train", False, ((1, "S", "right"),), COMPARED, False),
+        ("train", False, ((1, "S", "right"),), {"padding_seen": ["hidden"]}, False),
         ("train", False, (), {}, False),
         ("train", True, ((1, "S", "right"),), {}, False),
         ("forward", False, ((1, "S", "right"),), {}, False),
     ],
-    ids=["mask", "compared", "no width", "hidden states", "frozen"],
+    ids=["mask", "compared", "seen in the small model", "no width", "hidden states", "frozen"],
 )
 def test_a_mask_that_was_not_compared_is_named(
     mode: str, grad: bool, extents: tuple[tuple[int, str, str], ...], checks: dict[str, object], warned: bool

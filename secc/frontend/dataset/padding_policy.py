@@ -62,8 +62,8 @@ class WidthsReason(Enum):
     UNPADDED = "no input has a padded width"
     AFFECTED = "padding changes the loss or a gradient, or wider batches are refused"
     INEXACT = (
-        "at their own widths the plan is not exact: padding reaches the loss, or what a section sends is not"
-        " zero where it is padded"
+        "at their own widths the plan is not exact: padding reaches the loss, or what a section sends is"
+        " padded with varying numbers, which the next one reads"
     )
     NEEDED = "a plan at the global batch's widths fails; this one was compared with plain PyTorch"
     TOO_LARGE = "the model is too large to be run here, and has no small_model() that takes these samples"

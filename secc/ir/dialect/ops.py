@@ -564,9 +564,11 @@ class TransferOp(_EdgeBase):
 @irdl_op_definition
 class EdgeOp(_EdgeBase):
     """Declares an edge after `lower`, when transfers have become sends and receives; the result type is the
-    tensor's."""
+    tensor's. `fills` are what its producer pads the dims of `extents` with, where that is not 0."""
 
     name = "sec.edge"
+    fills = opt_prop_def(ArrayAttr[StringAttr])
+    KEYWORDS: ClassVar[Keywords] = (*_EdgeBase.KEYWORDS, ("fills", "fills", TEXTS_KIND))
 
 
 @irdl_op_definition

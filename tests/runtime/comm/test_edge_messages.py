@@ -33,6 +33,19 @@ HIDDEN = Edge(
     False,
     extents=((1, "S + 1", "right"),),
 )
+MASK = dataclasses.replace(HIDDEN, name="mask", fills=(-torch.inf,))
+PAIRS = Edge(
+    "pairs",
+    "teacher",
+    "decoder",
+    "float32",
+    ("B", "S + 1", "S + 1"),
+    0,
+    "1",
+    False,
+    extents=((1, "S + 1", "left"), (2, "S + 1", "right")),
+    fills=(1.0, -torch.inf),
+)
 LEFT = dataclasses.replace(HIDDEN, extents=((1, "S + 1", "left"),))
 
 
@@ -72,13 +85,13 @@ def rows_of(edge: Edge, sample: SampleMeta) -> torch.Tensor:
 
 
 def whole(edge: Edge, plan: Plan, samples: list[SampleMeta], members: list[int]) -> torch.Tensor:
-    """A micro-batch's tensor: its samples' pieces along the sample dim, padded with zeros to the widest."""
+    """A micro-batch's tensor: its samples' pieces along the sample dim, padded to the widest."""
     width = combine_sizes([samples[s].sizes for s in members], plan.symbols)["S"] + 1
     parts = []
     for s in members:
         part = rows_of(edge, samples[s])
-        for dim, _, side in edge.extents:
-            missing = torch.zeros(*part.shape[:dim], width - part.shape[dim], *part.shape[dim + 1 :])
+        for (dim, _, side), fill in zip(edge.extents, edge.fills or [0.0] * len(edge.extents), strict=True):
+            missing = torch.full((*part.shape[:dim], width - part.shape[dim], *part.shape[dim + 1 :]), fill)
             part = torch.cat([missing, part] if side == "left" else [part, missing], dim=dim)
         parts.append(part)
     return torch.cat(parts, dim=edge.dim)
@@ -93,7 +106,7 @@ def carry(edge: Edge, schedule: Schedule, samples: list[SampleMeta]) -> None:
         incoming = layout.pairs_of_micro_batch("dst", consumer.index)
         if not incoming:
             continue
-        found = torch.zeros(layout.tensor_shape("dst", consumer.index))
+        found = layout.make_padding(consumer.samples, torch.device("cpu"))
         for pair in incoming:
             message = layout.pack_message(sources[pair[0]], "src", pair)
             assert message.numel() == layout.message_numel(pair)
@@ -108,7 +121,7 @@ def carry(edge: Edge, schedule: Schedule, samples: list[SampleMeta]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_rows_arrive_in_the_consumers_order(data: st.DataObject) -> None:
-    edge = data.draw(st.sampled_from([FEATURES, PACKED, HIDDEN, LEFT]))
+    edge = data.draw(st.sampled_from([FEATURES, PACKED, HIDDEN, LEFT, MASK, PAIRS]))
     carry(edge, *data.draw(steps(edge)))
 
 
