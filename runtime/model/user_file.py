@@ -539,6 +539,14 @@ class UserModel:
                 self.function_source_line("optimizer"),
                 "return one",
             )
+        required = inspect.signature(optimizer.step).parameters.values()
+        if any(p.default is p.empty and p.name == "closure" for p in required):
+            raise UserError(
+                f"optimizer() returns {type(optimizer).__name__}, with a step that evaluates the model again "
+                "(its closure is not optional); a run calls step() once, with the gradients of the batch",
+                self.function_source_line("optimizer"),
+                "return an optimizer with step()",
+            )
         return optimizer
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, steps: int | None = None) -> Any:

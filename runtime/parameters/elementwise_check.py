@@ -1,10 +1,10 @@
-"""Decides whether an optimizer is elementwise, that is, whether replicas may each step on a part of a
-parameter.
+"""Decides what of a model different ranks may update: whole parameters, parts of them, or neither.
 
-torch's own elementwise optimizers are known by type. Any other optimizer steps on a random matrix and, from
-the same values, on the same matrix split into two vectors. An optimizer that uses a tensor's norm, rows or
-shape gives different results, or fails, and must not be sharded. In the same way an optimizer is tried that
-is to step on some parameters after others.
+torch's own elementwise optimizers are known by type. Any other optimizer steps on a random matrix, and from
+the same values two optimizers step on its two parts, as replicas with sharded states do. An optimizer that
+uses a tensor's norm, rows or shape gives different results, or fails, and must not be sharded. In the same
+way an optimizer is tried that has only some of the parameters, as ranks with different sections or stages
+do, and one that steps on some parameters after others.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ ELEMENTWISE_OPTIMIZERS = frozenset({
 _PROBE_STEPS = 3
 _PROBE_SHAPE, _PROBE_SPLIT = (4, 6), 9  # the two parts differ in length, rows and norm
 _PROBE_LEARNING_RATE = 1e-2  # replaces the user's, which may be zero during warm-up
+# Of the gradients of two matrices in turn: limits of norms apply to large ones, and learning rates that adapt
+# to all parameters (Prodigy, D-Adaptation) grow while gradients point the same way.
+_PROBE_SCALES = ((0.01, 1.0), (1.0, 0.1), (1000.0, 10.0), (1.0, 100.0), (0.1, 1.0), (1.0, 1.0))
 
 
 def why_not_elementwise(optimizer: optim.Optimizer) -> str | None:
@@ -43,7 +46,58 @@ def why_not_elementwise(optimizer: optim.Optimizer) -> str | None:
             return f"{name} does not step on the parameters in its param_groups"
         if not torch.allclose(whole, pieces, rtol=1e-4, atol=1e-6):
             return f"{name} is not elementwise: a step on a matrix differs from a step on its parts"
+    return why_coupled(optimizer)  # it steps on other parameters, as it has just done
+
+
+def why_coupled(optimizer: optim.Optimizer) -> str | None:
+    """Returns the reason why an optimizer of some parameters does not update them as one of all parameters
+    does (it uses a norm over all, or adapts one learning rate to all); None if it does.
+
+    Raises CannotProbe if it does not step on parameters that are not the model's.
+    """
+    if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
+        return None
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
+        try:
+            together, apart = _updates_together_and_apart(optimizer, group, group["params"][0])
+        except Exception as error:  # whatever the user's optimizer does with parameters not the model's
+            raise CannotProbe(f"{name} does not step on other parameters than the model's: {error}") from None
+        if not together.any():
+            return f"{name} does not step on the parameters in its param_groups"
+        if float((together - apart).norm()) > 1e-3 * float(together.norm()):
+            return f"{name} updates a parameter differently where it has other parameters, too"
     return None
+
+
+class CannotProbe(Exception):
+    """An optimizer does not step on random parameters; the text says why."""
+
+
+def _updates_together_and_apart(
+    optimizer: optim.Optimizer, group: dict[str, Any], like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps on two matrices with one optimizer and with one for each. Returns how far each entry has moved,
+    flat, in both cases. Entries are small, so that small steps are exact."""
+    generator = torch.Generator().manual_seed(0)
+    device = torch.device("cpu") if like.is_meta else like.device
+    start, direction = torch.randn(2, 2, *_PROBE_SHAPE, generator=generator)
+    start *= 1e-4
+    noise = torch.randn(len(_PROBE_SCALES), 2, *_PROBE_SHAPE, generator=generator) / 10
+    results: list[torch.Tensor] = []
+    for owned in ([[0, 1]], [[0], [1]]):
+        params = [nn.Parameter(matrix.to(device, copy=True)) for matrix in start]
+        probes = [_copy_optimizer(optimizer, group, [params[i] for i in own]) for own in owned]
+        for scales, other in zip(_PROBE_SCALES, noise, strict=True):
+            for param, scale, gradient in zip(params, scales, direction + other, strict=True):
+                param.grad = (scale * gradient).to(device)
+            for probe in probes:
+                probe.step()
+        moved = torch.stack([p.detach().cpu() for p in params]).double() - start.double()
+        results.append(moved.flatten())
+    return results[0], results[1]
 
 
 def why_not_stepwise(optimizer: optim.Optimizer) -> str | None:
@@ -90,8 +144,8 @@ def _step_together_and_in_turn(
 def _step_whole_and_split(
     optimizer: optim.Optimizer, group: dict[str, Any], like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Steps on a random matrix and on its two parts. Returns (initial values, matrix after the steps, parts
-    after the steps), all flat and float32."""
+    """Steps on a random matrix and, with an optimizer for each, on its two parts. Returns (initial values,
+    matrix after the steps, parts after the steps), all flat and float32."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-1, 1, 24)
     values = [torch.randn(24, generator=generator) * scale for _ in range(1 + _PROBE_STEPS)]
@@ -99,7 +153,7 @@ def _step_whole_and_split(
     start, *gradients = (v.to(device) for v in values)
     whole = nn.Parameter(start.clone().view(_PROBE_SHAPE))
     parts = [nn.Parameter(start[:_PROBE_SPLIT].clone()), nn.Parameter(start[_PROBE_SPLIT:].clone())]
-    probes = [_copy_optimizer(optimizer, group, params) for params in ([whole], parts)]
+    probes = [_copy_optimizer(optimizer, group, [param]) for param in (whole, *parts)]
     for gradient in gradients:
         whole.grad = gradient.clone().view(_PROBE_SHAPE)
         for part_param, part_gradient in zip(

@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,12 @@ from secc.runtime.parameters import checkpoint
 from secc.runtime.parameters.checkpoint_copies import CopyName
 from secc.runtime.parameters.checkpoint_folder import FoundCheckpoint
 from secc.runtime.parameters.checkpoint_writer import CheckpointSaver, FinishedSave
-from secc.runtime.parameters.elementwise_check import why_not_elementwise, why_not_stepwise
+from secc.runtime.parameters.elementwise_check import (
+    CannotProbe,
+    why_coupled,
+    why_not_elementwise,
+    why_not_stepwise,
+)
 from secc.runtime.parameters.gradient_reduction import GradientReducer, build_reduction_groups
 from secc.runtime.parameters.host_copies import HostCopies
 from secc.runtime.parameters.mixed_precision import cast_model, compute_dtype
@@ -208,7 +213,8 @@ class Trainer:
         self._owned_names = self._find_owned_names(model)
         self._trained_names = {n for h in reductions if context.rank in h.ranks for n in h.names}
         self.optimizer = self._make_optimizer(
-            {params[n]: n for h in reductions if context.rank in h.ranks for n in h.names}
+            {params[n]: n for h in reductions if context.rank in h.ranks for n in h.names},
+            {n for h in reductions for n in h.names},
         )
         self.offload = self._offload_optimizer(offloaded_parameter_names(self.plan, context.rank, canonical))
         self._initial_options = (
@@ -812,11 +818,14 @@ class Trainer:
             p.name for p in self.reducer.optimized_slices.values() if p.has_first_entry and p.name in values
         }
 
-    def _make_optimizer(self, trained: Mapping[nn.Parameter, str]) -> torch.optim.Optimizer | None:
+    def _make_optimizer(
+        self, trained: Mapping[nn.Parameter, str], of_all_ranks: Collection[str]
+    ) -> torch.optim.Optimizer | None:
         """Constructs the user's optimizer over this rank's trainable parameters (tied parameters once), then
         replaces sharded parameters by slices and float32 parameters by masters.
 
-        Raises UserError if the plan shards the optimizer, but it is not elementwise.
+        of_all_ranks: the names of what any rank trains. Raises UserError if the plan shards the optimizer,
+        but it is not elementwise, or if the rank has only some of the parameters, but it is coupled.
         """
         if not trained or self.options.eval_only:
             return None
@@ -839,6 +848,11 @@ class Trainer:
                 names = [s.name for s in self.plan.sections if s.sharding != "none"]
                 remedy = f"compile again with --set {names[0]}.sharding=none"
                 raise UserError(f"optimizer states cannot be sharded: {reason}", remedy=remedy)
+        if len(trained) < len(of_all_ranks):
+            with suppress(CannotProbe):  # nobody can tell; the plan's notes say so
+                if reason := why_coupled(optimizer):
+                    message = f"sections cannot be trained on different ranks: {reason}"
+                    raise UserError(message, remedy="compile again, with this optimizer in the model file")
         shard_optimizer(optimizer, {**self.reducer.sharded_slices, **self.reducer.masters})
         return optimizer
 

@@ -83,7 +83,7 @@ from secc.runtime.model import imported_code
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.outlined_forward import StatementRange
 from secc.runtime.model.user_file import UserModel, load_model_file
-from secc.runtime.parameters.elementwise_check import why_not_elementwise
+from secc.runtime.parameters.elementwise_check import CannotProbe, why_coupled, why_not_elementwise
 from secc.runtime.parameters.mixed_precision import cast_model, check_trainable_dtype, compute_dtype
 from secc.runtime.parameters.rank_weights import describe_parameters, imported_file_copy
 from secc.runtime.plan import schema as plan_schema
@@ -361,8 +361,8 @@ def _build_annotated_ir(
     graph_of(module).properties["widths"] = StringAttr(width)
     if options.dtype:
         graph_of(module).attributes["dtype"] = StringAttr(options.dtype)
-    if reason := unshardable_reason(user, meta):
-        graph_of(module).attributes["unshardable"] = StringAttr(reason)
+    for name, reason in optimizer_limits(user, meta).items():
+        graph_of(module).attributes[name] = StringAttr(reason)
     with clock.measure("measure blocks"):
         if not reason_not_to_fuse(fusion_mode(options), options.cluster):
             with process_map.run_in_background(
@@ -388,20 +388,30 @@ def _declare_fusions(
             annotate_calls(module, meta, samples, FUSED_PREFIX, cache.fused_costs)
 
 
-def unshardable_reason(user: UserModel, meta: nn.Module) -> str:
-    """Returns why the user's optimizer cannot be sharded over replicas (ZeRO); "" if it can.
+def optimizer_limits(user: UserModel, meta: nn.Module) -> dict[str, str]:
+    """Returns what the user's optimizer does not allow, each with the reason.
+
+    unshardable: replicas may not have parts of parameters (ZeRO, tp). coupled: ranks may not have some of the
+    trained parameters only. unprobed: the latter is not known, since this machine cannot try the optimizer.
 
     Raises UserError if optimizer() returns no optimizer. Where it raises, this machine may be the cause.
     """
     trained = [(name, p) for name, p in meta.named_parameters() if p.requires_grad]
     if not trained:
-        return ""
+        return {}
     try:
-        return why_not_elementwise(user.build_optimizer(trained)) or ""
+        optimizer = user.build_optimizer(trained)
     except UserError as error:
         if error.__cause__ is None:
             raise
-        return f"optimizer() fails on this machine: {error.message}"
+        reason = f"optimizer() fails on this machine: {error.message}"
+        return {"unshardable": reason, "unprobed": reason}
+    limits = {"unshardable": why_not_elementwise(optimizer)}
+    try:
+        limits["coupled"] = why_coupled(optimizer)
+    except CannotProbe as error:
+        limits["unprobed"] = str(error)
+    return {name: reason for name, reason in limits.items() if reason}
 
 
 def _describe_with_or_without_crops(
@@ -509,11 +519,23 @@ def _collect_notes(
     if options.pack == "always":
         lines.append("samples of a micro-batch lie side by side in one row (--pack): shown to be exact")
     lines += _expert_load_notes(graph_of(planned.module))
+    lines += _optimizer_notes(graph_of(planned.module))
     notes: dict[str, object] = {"notes": list(dict.fromkeys(lines))} if lines else {}
     if left_out := list(describe_left_out_terms(graph_of(planned.module))):
         notes["left_out_terms"] = left_out
     taken_back = [dataclasses.asdict(record) for record in planned.taken_back]
     return notes | ({"taken_back": taken_back} if taken_back else {})
+
+
+def _optimizer_notes(graph: GraphOp) -> Iterator[str]:
+    """Yields what the user's optimizer makes of the plan, or may make of it."""
+    if reason := get_string(graph, "coupled"):
+        yield f"{reason}: every rank that trains has all trained parameters"
+    if (reason := get_string(graph, "unprobed")) and len(graph.sections) > 1:
+        yield (
+            f"{reason}; ranks with some of the parameters are exact if it updates each parameter by itself, "
+            "which a run tries on its devices"
+        )
 
 
 def _expert_load_notes(graph: GraphOp) -> Iterator[str]:

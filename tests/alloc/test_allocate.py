@@ -305,6 +305,19 @@ def test_an_optimizer_that_is_not_elementwise_stays_whole() -> None:
             allocate_model(source, set=(choice,))
 
 
+def test_a_coupled_optimizer_keeps_all_parameters_on_each_rank_that_trains() -> None:
+    module = module_text.parse_module(VLM.read_text())
+    graph_of(module).attributes["coupled"] = StringAttr("Prodigy looks at all parameters")
+    source = module_text.print_module(module)
+    allocated = allocate_model(source, cluster="1x4xH100")
+    assert section_attribute(allocated, "lm", "ranks") == section_attribute(allocated, "vision", "ranks")
+    for choice in ("lm.pp=2", "lm.tp=2", "lm.sharding=zero1"):
+        with pytest.raises(UserError, match=rf"{choice} is impossible: .*Prodigy looks at all parameters"):
+            allocate_model(source, set=(choice,))
+    with pytest.raises(UserError, match="trained sections vision, lm cannot be apart: Prodigy"):
+        allocate_model(source, strategy="apart")
+
+
 def test_frozen_sections_refuse_pins_of_training() -> None:
     frozen = VLM.read_text().replace(
         'sec.section "vision" mode "train"', 'sec.section "vision" mode "forward"'

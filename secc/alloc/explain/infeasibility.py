@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 
 from secc.alloc.explain.alternatives import section_memory_parts
 from secc.alloc.problem.build_problem import build_problem, count_usable_ranks
@@ -81,6 +82,10 @@ def _rank_error(work: Workload, asked: Problem, pins: Pins) -> UserError:
             f"the choices {pins.as_text} cannot be met together on {asked.ranks} ranks",
             remedy="change or drop one of them",
         )
+    if asked.strategy == "apart" and work.sharing_sections:
+        trained = ", ".join(dict.fromkeys(chain.from_iterable(work.sharing_sections)))
+        message = f"the trained sections {trained} cannot be apart: {work.coupled}"
+        return UserError(message, remedy="use the strategy auto, or another optimizer")
     if asked.strategy == "apart":
         return UserError(
             f"{len(asked.sections)} sections cannot be apart on {asked.ranks} ranks: {names}",

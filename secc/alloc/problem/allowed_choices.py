@@ -36,6 +36,11 @@ def require_rank_load(work: Workload, load: SectionLoad, shape: ReplicaShape, ra
         key = f"{load.name}.tp={tp}" if tp > 1 else f"{load.name}.ep={ep}"
         message = f"{key} is impossible: ranks would have parts of parameters, but {work.unshardable}"
         raise UserError(message, remedy=f"leave it out, or set {key.partition('=')[0]}=1")
+    if pp > 1 and load.cost.trainable and work.coupled:
+        message = (
+            f"{load.name}.pp={pp} is impossible: ranks would have some of the parameters, but {work.coupled}"
+        )
+        raise UserError(message, remedy=f"leave it out, or set {load.name}.pp=1")
     layer_count = work.stackable_layers(load)
     if shape.chunks > 1 and (pp == 1 or shape.stages > layer_count):
         reason = f"the section has {layer_count} layers to cut between"

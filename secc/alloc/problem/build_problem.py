@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import chain
 from math import ceil
 from operator import le
 
@@ -85,7 +86,7 @@ def build_problem(
         ranks,
         capacity,
         strategy,
-        pins.together,
+        pins.together + work.sharing_sections,
         work.cluster.per_node,
         host_capacity=work.cluster.device.usable_host_memory,
     )
@@ -104,7 +105,7 @@ def _build_mixed_problem(work: Workload, strategy: str, pins: Pins, free: bool) 
         ranks,
         capacity,
         strategy,
-        pins.together,
+        pins.together + work.sharing_sections,
         work.cluster.per_node,
         pools=pools,
         host_capacity=work.cluster.device.usable_host_memory,
@@ -157,8 +158,12 @@ def count_usable_ranks(work: Workload, strategy: str, pins: Pins, ranks: int) ->
         name: 1 if work.whole_batch_kind(load) == ALONE else work.active_sample_count(load)
         for name, load in work.loads.items()
     }
-    counts = [count * largest_replica[name] for name, count in replicas.items()]
-    return max(counts) if strategy in {"colocate", "uniform"} else sum(counts)
+    counts = {name: count * largest_replica[name] for name, count in replicas.items()}
+    if strategy in {"colocate", "uniform"}:
+        return max(counts.values())
+    sharing = set(chain.from_iterable(work.sharing_sections))
+    shared = max((counts[name] for name in sharing), default=0)
+    return shared + sum(count for name, count in counts.items() if name not in sharing)
 
 
 def estimate_longest_time(work: Workload, ranks: int, pins: Pins, free: bool = True) -> int | None:
@@ -485,7 +490,8 @@ def parallel_shapes(
     tps = [1, *feasible_tp(work.graph, load.section)] if free and not undivided else [1]
     layers = count_cuttable_layers(work, load)
     chunks, placement = pins.interleaving(load.name) or (1, "loop")
-    stages = candidate_pruning.powers_of_two(max(1, layers)) if free or chunks > 1 else [1]
+    may_have_stages = (free or chunks > 1) and not (load.cost.trainable and work.coupled)
+    stages = candidate_pruning.powers_of_two(max(1, layers)) if may_have_stages else [1]
     ep = pins.pinned_number(load.name, "ep") or 1
     shapes = [
         ReplicaShape(tp, pp, cp, chunks=chunks, placement=placement)

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from math import ceil
 from operator import ge
 
 import torch
-from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import SSAValue
 
 from secc.alloc.problem.pins import PIN_WORDS
@@ -35,7 +35,7 @@ from secc.cost.model.section_cost import SectionCost, ops_in_section, section_co
 from secc.cost.model.tp_pp_scaling import PARAMETER_COUNTS
 from secc.errors import UserError
 from secc.ir.analysis import sample_sizes
-from secc.ir.analysis.dataflow import get_number
+from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.analysis.whole_batch import whole_batch_of_section
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import CallOp, GraphOp, SectionOp
@@ -49,7 +49,8 @@ RankLoadKey = tuple[str, ReplicaShape, str, RankShare | None]
 @dataclass(frozen=True)
 class Workload:
     """Everything that candidates are made from. `unshardable` is the reason why the user's optimizer cannot
-    be sharded, "" if it can.
+    be sharded, "" if it can; `coupled` why each rank that trains must have all trained parameters, "" if some
+    of them will do.
 
     `offloads`: what sections may keep in host memory without a pin ("optimizer", "weights", "activations").
     `without_offloads`: the workload that this one is a copy of, with the candidates that are priced already.
@@ -64,6 +65,7 @@ class Workload:
     loads: dict[str, SectionLoad]
     crossings: tuple[SectionTransfer, ...]
     unshardable: str = ""
+    coupled: str = ""
     by_kind: tuple[Workload, ...] = ()
     offloads: tuple[str, ...] = ()
     without_offloads: Workload | None = field(default=None, repr=False, compare=False)
@@ -97,6 +99,13 @@ class Workload:
     def producing_sections(self) -> frozenset[str]:
         """Sections that feed others."""
         return frozenset(c.src for c in self.crossings)
+
+    @cached_property
+    def sharing_sections(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of sections that must share devices, whatever is pinned: trained ones, if ranks need all
+        trained parameters."""
+        trained = [name for name, load in self.loads.items() if load.cost.trainable] if self.coupled else []
+        return tuple(pairwise(trained))
 
     @cached_property
     def listed_sizes(self) -> dict[frozenset[str], dict[str, list[int]]]:
@@ -223,10 +232,8 @@ def build_workload(graph: GraphOp, cluster: Cluster, global_batch: int) -> Workl
         name: _build_section_load(graph, section, cluster, patterns)
         for name, section in _order_sections(graph, transfers)
     }
-    reason = graph.attributes.get("unshardable")
-    work = Workload(
-        graph, cluster, global_batch, loads, transfers, reason.data if isinstance(reason, StringAttr) else ""
-    )
+    unshardable, coupled = (get_string(graph, name) or "" for name in ("unshardable", "coupled"))
+    work = Workload(graph, cluster, global_batch, loads, transfers, unshardable or coupled, coupled)
     return (
         replace(work, by_kind=tuple(map(work.with_cluster, cluster.parts_by_kind)))
         if cluster.groups

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from secc.driver.compile import unshardable_reason
+from secc.driver.compile import optimizer_limits
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import load_model_file
 
@@ -45,5 +45,5 @@ def test_the_users_optimizer_is_probed_without_weights(
     path = tmp_path / "model.py"
     path.write_text(MODEL.format(optimizer=optimizer, frozen=frozen))
     user = load_model_file(path)
-    found = unshardable_reason(user, build_meta_model(user))
+    found = optimizer_limits(user, build_meta_model(user)).get("unshardable", "")
     assert found.startswith(reason) and bool(found) == bool(reason)

@@ -182,6 +182,11 @@ def everything(user: UserModel) -> None:
             "not a torch.optim.Optimizer",
             "def optimizer",
         ),
+        (
+            MODEL + DATA + "def optimizer(params):\n    return torch.optim.LBFGS([p for _, p in params])\n",
+            "returns LBFGS, with a step that evaluates the model again",
+            "def optimizer",
+        ),
         (MODEL + DATA + "def scheduler(optimizer):\n    return 1\n", "has no step", "def scheduler"),
     ],
 )

@@ -18,7 +18,7 @@ from torch import nn
 
 from secc.runtime.errors import UserError
 from secc.runtime.parameters import checkpoint, gradient_reduction
-from secc.runtime.parameters.elementwise_check import why_not_elementwise
+from secc.runtime.parameters.elementwise_check import CannotProbe, why_coupled, why_not_elementwise
 from secc.runtime.parameters.rank_weights import canonical_names
 from secc.runtime.parameters.sharded_optimizer import FlatParameters, shard_optimizer
 from secc.runtime.parameters.sliced_tensor_store import TensorSlice, row_major_boxes
@@ -327,6 +327,72 @@ def test_elementwise_optimizers_are_recognised(made: Any, reason: str | None) ->
     found = why_not_elementwise(optimizer)
     assert found is None if reason is None else found is not None and reason in found
     assert torch.equal(parameter, torch.ones(3, 2)) and not optimizer.state
+
+
+class ClippedAdamW(torch.optim.AdamW):
+    """Clips the norm of all gradients in its step, as some fused optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        super().step()
+
+
+class AdaptedDescent(torch.optim.Optimizer):
+    """Descent with a rate that grows, from very small, while the gradients of all parameters point the same
+    way, as in D-Adaptation."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0, "rate": 1e-6})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            agreement = scale = 0.0
+            for p in group["params"]:
+                past = self.state[p].setdefault("past", torch.zeros_like(p))
+                agreement += float((past * p.grad).sum())
+                scale += float(past.norm() * p.grad.norm())
+                past += p.grad
+            group["rate"] *= 1 + agreement / scale if agreement > 0 else 1
+            for p in group["params"]:
+                p -= group["rate"] * p.grad
+
+
+class CountedMomentum(torch.optim.Optimizer):
+    """Momentum with a count of steps that all parameters share."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                p -= group["lr"] * mean / (1 - 0.9 ** group["steps"])
+
+
+@pytest.mark.parametrize(
+    ("made", "is_coupled"),
+    [
+        *((kind, False) for kind in (torch.optim.AdamW, torch.optim.Muon, torch.optim.Adafactor)),
+        *((kind, False) for kind in (Lion, Lamb, CountedMomentum)),
+        *((kind, True) for kind in (ClippedAdamW, AdaptedDescent, Stubborn)),
+    ],
+)
+def test_optimizers_that_look_at_all_parameters_are_recognised(made: Any, is_coupled: bool) -> None:
+    parameter = nn.Parameter(torch.ones(3, 2))
+    optimizer = made([parameter])
+    assert bool(why_coupled(optimizer)) == is_coupled
+    assert torch.equal(parameter, torch.ones(3, 2)) and not optimizer.state
+    if is_coupled:
+        assert why_not_elementwise(optimizer)
+
+
+def test_an_optimizer_that_needs_a_closure_cannot_be_tried() -> None:
+    with pytest.raises(CannotProbe, match="LBFGS does not step on other parameters"):
+        why_coupled(torch.optim.LBFGS([nn.Parameter(torch.ones(3, 2))]))
 
 
 @pytest.mark.gloo

@@ -1,0 +1,72 @@
+"""An optimizer that looks at all parameters at once steps as in one process: every rank that trains has all
+of them, and plans that say otherwise are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from secc.errors import UserError
+from secc.runtime.model.user_file import load_model_file
+from secc.runtime.parameters.checkpoint import load_full_state_dict
+from secc.runtime.plan.schema import Plan
+from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
+from tests.e2e.reference_runs import MODELS_FOLDER
+from tools.train_plain import train_model
+
+MODEL = MODELS_FOLDER / "one_rate_for_all.py"
+GLOBAL_BATCH = 12
+SECTIONS = ("tower=tower", "text=embed+body+head")
+
+
+def compile_sections(model: Path, plan: Path, **options: Any) -> Plan:
+    return compile_and_write(
+        model, plan, cluster="local:2", global_batch=GLOBAL_BATCH, sections=SECTIONS, **options
+    ).plan
+
+
+@pytest.mark.gloo
+def test_sections_share_the_ranks_of_a_coupled_optimizer(tmp_path: Path) -> None:
+    plan = compile_sections(MODEL, tmp_path / "plan")
+    assert [s.name for s in plan.sections] == ["tower", "text"]
+    assert len({s.mesh.ranks for s in plan.sections}) == 1
+    assert any("every rank that trains has all trained parameters" in n for n in plan.checks["notes"])
+    saved = tmp_path / "saved"
+    run_plan_ranks(tmp_path / "plan", 2, ["--steps", "3", "--log-dir", str(tmp_path), "--save", str(saved)])
+    trained, losses = train_model(load_model_file(MODEL), 3, GLOBAL_BATCH)
+    assert [m["loss"] for m in read_metrics(tmp_path)] == pytest.approx(losses, rel=1e-6)
+    found = load_full_state_dict(saved)
+    for name, expected in trained.state_dict().items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        (
+            {"strategy": "apart"},
+            "trained sections tower, text cannot be apart: NormalizedDescent updates",
+        ),
+        ({"set": ("text.sharding=zero1",)}, "text.sharding=zero1 is impossible: NormalizedDescent is not"),
+    ],
+)
+def test_a_coupled_optimizer_rules_out_parts(options: dict[str, Any], cause: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=cause) as refused:
+        compile_sections(MODEL, tmp_path / "plan", **options)
+    assert refused.value.remedy
+
+
+@pytest.mark.gloo
+def test_a_rank_with_some_of_the_parameters_refuses_a_coupled_optimizer(tmp_path: Path) -> None:
+    """In a plan that was made where the model file chose another one."""
+    model, chosen = tmp_path / "one_rate_for_all.py", "import os\n\n\ndef optimizer("
+    text = MODEL.read_text().replace("def optimizer(", chosen)
+    either = '(NormalizedDescent if "COUPLED" in os.environ else torch.optim.SGD)(['
+    model.write_text(text.replace("NormalizedDescent([", either))
+    compile_sections(model, tmp_path / "plan", strategy="apart")
+    arguments = ["--steps", "1", "--log-dir", str(tmp_path)]
+    with pytest.raises(AssertionError, match="NormalizedDescent updates a parameter differently"):
+        run_plan_ranks(tmp_path / "plan", 2, arguments, {"COUPLED": "1"})
