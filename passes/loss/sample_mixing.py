@@ -18,6 +18,7 @@ from secc.ir.dialect.size_expr import Expr, evaluate_size, size_symbol
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss.approximations import WHOLE_BATCH_MODULE, take_function_of_sums
 from secc.passes.loss.batch_positions import find_misplaced
+from secc.passes.loss.coefficient import UNIT_COEFFICIENT
 from secc.passes.loss.loss_context import LossContext, has_one_entry, is_floating
 from secc.passes.loss.op_tables import (
     ALONG_DIM_OPS,
@@ -191,10 +192,19 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
         return [misplaced] * len(op.results)
     some = any(ctx.carries_samples(o) for o in op.operands)
     why = "reduces its samples to a value that is the whole batch's"
-    remedy = f"compute the loss outside the block, from outputs that have a row for each sample{offer}"
+    remedy = (
+        "compute the loss outside the block, from outputs that have a row for each sample; or let a loop add"
+        f" up what each sample gives, and divide behind it{offer}"
+    )
     alone, outs = get_strings(op, BATCH_INDEPENDENT_ATTRIBUTE), [o.data for o in op.outs]
+    # Scalars that numbers show to be sums over the samples (`secc.frontend.capture.summed_results`).
+    sums: dict[str, ValueState] = {
+        out: SumState((SumPart(UNIT_COEFFICIENT, r, True, op),))
+        for out, r in zip(outs, op.results, strict=True)
+        if out in get_strings(op, SUMMED_ATTRIBUTE) and not takes_all
+    }
     mixed = [
-        some and out not in alone and not ctx.carries_samples(r)
+        some and out not in alone and out not in sums and not ctx.carries_samples(r)
         for out, r in zip(outs, op.results, strict=True)
     ]
     if any(bad and _has_samples_elsewhere(ctx, op, i) for i, bad in enumerate(mixed)):
@@ -207,7 +217,10 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
     if takes_all or (without_weights and any(mixed)):
         ctx.reducing |= {path} if any(mixed) else set()
         return [LOCAL_STATE] * len(op.results)
-    return [take_function_of_sums(ctx, op, why, remedy) if bad else LOCAL_STATE for bad in mixed]
+    return [
+        take_function_of_sums(ctx, op, why, remedy) if bad else sums.get(out, LOCAL_STATE)
+        for bad, out in zip(mixed, outs, strict=True)
+    ]
 
 
 def _has_samples_elsewhere(ctx: LossContext, op: CallOp, result: int) -> bool:

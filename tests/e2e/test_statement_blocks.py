@@ -3,6 +3,7 @@ takes, a loss that matches."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def name_lines(model: Path, first: str, last: str) -> str:
         ("handed_on", "state, scores", "logits =", False),
         ("sentence_lists", "told =", "return F.cross", False),
         ("nested_sets", "padded =", "padded =", False),
+        ("probed_samples", "for row, seen", "apart = apart +", False),
         pytest.param("matched_targets", "queries =", "return F.cross", True, marks=pytest.mark.slow),
     ],
 )
@@ -72,25 +74,56 @@ def test_a_branch_of_the_whole_batch_names_the_option() -> None:
     check_exactness(compile_model(model, options), required=True)
 
 
+def test_a_mean_over_samples_in_a_loop_names_the_option(tmp_path: Path) -> None:
+    """Numbers tell it from a sum."""
+    text = (MODELS / "probed_samples.py").read_text()
+    text = text.replace(".square().mean()", ".square().mean() / len(ids)").replace(
+        " + apart / len(ids)", " + apart"
+    )
+    (tmp_path / "averaged.py").write_text(text)
+    with pytest.raises(UserError, match=r"not separable by sample: lines_.* reduces its samples") as refused:
+        compile_model(tmp_path / "averaged.py", CompileOptions(global_batch=12))
+    assert refused.value.where.startswith("averaged.py:") and "divide behind it" in refused.value.remedy
+    block = refused.value.remedy.partition("--whole-batch ")[2].partition(",")[0]
+    options = CompileOptions(cluster="local:2", global_batch=12, whole_batch=(block,))
+    check_exactness(compile_model(tmp_path / "averaged.py", options), required=True)
+
+
 @pytest.mark.slow
-def test_a_loop_that_adds_up_the_loss_names_the_option(tmp_path: Path) -> None:
+def test_loops_that_add_to_one_sum_are_a_block_together(tmp_path: Path) -> None:
+    """A block that only adds to a sum that it takes would be none of samples alone."""
+    text = (MODELS / "probed_samples.py").read_text().replace("        apart = 0.0\n", "")
+    text = text.replace("apart = apart + (", "total = total + (").replace(" + apart / len(ids)", "")
+    model = tmp_path / "together.py"
+    model.write_text(text)
+    plan = check_exactness(compile_model(model, CompileOptions(global_batch=12)), required=True).plan
+    assert name_lines(model, "for some, labels", "total = total + (") in plan.sections[0].blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mean", [False, True])
+def test_a_loop_over_time_steps_that_adds_up_the_loss(mean: bool, tmp_path: Path) -> None:
+    """It is exact as a sum over samples; a mean over them names the option."""
     text = (MODELS / "attended_caption.py").read_text()
     text = text.replace("scores, glances = [], []", "total = 0.0").replace(
         "            glances.append(weights)\n", ""
     )
+    counted = " / len(caption)" if mean else ""
     text = text.replace(
         "scores.append(self.head(state))",
         "following = caption[:, position + 1]\n            total = total + F.cross_entropy("
-        "self.head(state), following, ignore_index=0, reduction='sum')",
+        f"self.head(state), following, ignore_index=0, reduction='sum'){counted}",
     )
     begin, end = text.index("        written ="), text.index("def model")
     text = f"{text[:begin]}        return {{'loss': total / (caption[:, 1:] != 0).sum()}}\n\n\n{text[end:]}"
     (tmp_path / "summed.py").write_text(text)
-    with pytest.raises(UserError, match="not separable") as refused:
-        compile_model(tmp_path / "summed.py", CompileOptions(global_batch=12))
-    assert "--whole-batch lines_" in refused.value.remedy
-    block = refused.value.remedy.partition("--whole-batch ")[2].partition(",")[0]
-    options = CompileOptions(cluster="local:2", global_batch=12, whole_batch=(block,))
+    options = CompileOptions(cluster="local:2", global_batch=12)
+    if mean:
+        with pytest.raises(UserError, match="not separable") as refused:
+            compile_model(tmp_path / "summed.py", options)
+        assert "--whole-batch lines_" in refused.value.remedy
+        block = refused.value.remedy.partition("--whole-batch ")[2].partition(",")[0]
+        options = replace(options, whole_batch=(block,))
     check_exactness(compile_model(tmp_path / "summed.py", options), required=True)
 
 
@@ -106,6 +139,7 @@ def test_a_loop_that_adds_up_the_loss_names_the_option(tmp_path: Path) -> None:
         "crf_tagger",
         "transducer",
         "sentence_lists",
+        "probed_samples",
     ],
 )
 @pytest.mark.parametrize("pins", [(), ("sharding=zero3", "dp=2")], ids=["chosen", "zero3"])

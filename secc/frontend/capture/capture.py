@@ -45,6 +45,7 @@ from secc.frontend.capture.probe_batches import ProbeBatches, record_sample_shap
 from secc.frontend.capture.random_op_rows import find_random_ops
 from secc.frontend.capture.rerecorded_cases import OutlinedCaptures, RowSymbols, add_row_symbols
 from secc.frontend.capture.shared_explanations import SharedExplanations
+from secc.frontend.capture.summed_results import mark_summed_results
 from secc.frontend.dataset.input_symbols import ModelInputs
 from secc.frontend.dataset.survey import DatasetSurvey, InputPattern
 from secc.ir.dialect.readable_names import BUFFER_CONSTANT_PREFIX
@@ -173,7 +174,10 @@ def capture_model(
         recorder = Recorder(model, ()) if before is None else before.recorder
         try:
             capture = _capture_with_blocks(user, model, survey, inputs, cut, blocks, before, recorder, tries)
-            statements.check_results(case.generic.graph for case in capture.cases)
+            graphs = [case.generic.graph for case in capture.cases]
+            if statements.chosen_path is not None:
+                mark_summed_results(user, model, survey, graphs, [statements.chosen_path])
+            statements.check_results(graphs)
             capture.notes[:0] = [*statements.notes, *functions.notes]
             return capture
         except TryTimeEnded as ended:

@@ -128,13 +128,16 @@ class StatementChoice:
         return self.notes[-1].path if self.notes else None
 
     def check_results(self, graphs: Iterable[fx.Graph]) -> None:
-        """Raises BlockError if the block returns a trainable scalar next to the loss: nothing says that it is
-        a sum over samples."""
+        """Raises BlockError if the block returns a trainable scalar next to the loss that is no sum over
+        samples, or adds to a scalar that it takes: a block that makes the scalar may be exact."""
         for node in (n for graph in graphs for n in graph.nodes if n.target is take_at_path):
             call = node.args[0]
-            is_scalar = not node.meta.get("shape", (0,)) and node.meta.get("requires_grad")
-            if is_scalar and call.target == self.chosen_path and len(call.users) > 1:
+            if call.target != self.chosen_path or not _is_trainable_scalar(node):
+                continue
+            if len(call.users) > 1 and not node.meta.get("summed"):
                 raise BlockError(call.target, None, "it returns a trainable scalar", call.meta["where"])
+            if node.meta.get("summed") and any(map(_is_trainable_scalar, call.all_input_nodes)):
+                raise BlockError(call.target, None, "it takes a trainable scalar", call.meta["where"])
 
     def try_next(self, error: UserError) -> bool:
         """Gives the model other statements as a block. Returns False if there are none for this error. Raises
@@ -182,6 +185,10 @@ class StatementChoice:
             if not path:
                 return [*inside[:_MAX_RANGES], *returning[:_MAX_RETURNING]]
             path, _, called = path.rpartition(".")
+
+
+def _is_trainable_scalar(node: fx.Node) -> bool:
+    return not node.meta.get("shape", (0,)) and bool(node.meta.get("requires_grad"))
 
 
 def choose_next_part(

@@ -161,13 +161,20 @@ def _describe_difference(x: fx.Node, y: fx.Node) -> GlueDiagnostic:
                 f"{CHANGING_GLUE}: {call.target} is called with more tensors in one batch than in another"
             )
             return GlueDiagnostic(message, call.meta.get("where", ""), (), call.meta.get("module", ""))
-    place = x if x.meta.get("where") else y
+    # A loop over parts of the batch has more or fewer rounds: its line is in one recording more often.
+    placed = [n for n in (x, y) if n.meta.get("where")] or [y]
+    place = next((n for n in placed if _count_at(n, x.graph) != _count_at(n, y.graph)), placed[0])
     return GlueDiagnostic(
         f"{CHANGING_GLUE}: they differ first here",
         place.meta.get("where", ""),
         (_format_node(x), _format_node(y)),
         place.meta.get("module", ""),
     )
+
+
+def _count_at(node: fx.Node, graph: fx.Graph) -> int:
+    """Returns how many nodes of a graph are of the line of a node."""
+    return sum(n.meta.get("where") == node.meta["where"] for n in graph.nodes)
 
 
 def _unpacked_list(node: fx.Node) -> str:

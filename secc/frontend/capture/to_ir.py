@@ -280,6 +280,8 @@ class _CaseImporter:
             op.attributes[BATCH_INDEPENDENT_ATTRIBUTE] = strings_attr(
                 str(o.args[1]) for o in outs if o.meta["alone"]
             )
+        if summed := [str(o.args[1]) for o in outs if o.meta.get("summed")]:
+            op.attributes[SUMMED_ATTRIBUTE] = strings_attr(summed)
         if settings := node.meta.get("settings"):
             op.attributes[SETTINGS_ATTRIBUTE] = StringAttr(
                 argument_template.format_arguments(argument_template.CallArguments(list(settings), {}))

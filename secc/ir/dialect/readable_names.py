@@ -23,7 +23,8 @@ LOGGED_ATTRIBUTE = "logged"  # the attribute of a graph that says of what is log
 OUT_OF_TURN_ATTRIBUTE = "out_of_turn"
 # the attribute of a call that lists, of `outs`, what holds the same whatever the block is called with
 BATCH_INDEPENDENT_ATTRIBUTE = "alone"
-# the attribute of a `sec.input` without dims that adds up over samples: a number that collate counts
+# the attribute of a `sec.input` without dims that adds up over samples, a number that collate counts; of a
+# call it lists, of `outs`, what adds up
 SUMMED_ATTRIBUTE = "summed"
 # the attribute of a block of torch's own classes with the places of samples in its input, "rank dim"
 SAMPLE_PLACES_ATTRIBUTE = "samples_at"
