@@ -855,7 +855,7 @@ class Trainer:
         shard_optimizer(optimizer, {**self.reducer.sharded_slices, **self.reducer.masters})
         return optimizer
 
-    def _make_optimizer_of(self, owned: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer | None:
+    def _make_optimizer_of(self, owned: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer | None:
         """Constructs the user's optimizer over parameters of this rank alone; None if the user trains none
         of them."""
         try:
