@@ -390,6 +390,10 @@ class Recorder:
         if makes_nested_tensor(func, args, kwargs):
             self.fail(_NESTED_MESSAGE, _NESTED_REMEDY)
         self._touched.mark_used((args, kwargs))
+        if any(map(self._settings.is_changed, argument_tensors(args, kwargs))):
+            args, kwargs = nested_values.map_leaves(
+                (args, kwargs), lambda _, leaf: self._detach_if_frozen(leaf)
+            )
         out = self._glue.run_op(func, args, kwargs)
         if is_random(func, args, kwargs):
             first = out if isinstance(out, torch.Tensor) else out[0]
@@ -398,6 +402,18 @@ class Recorder:
             )
             self._executor.mark_unknown(first)
         return out
+
+    def _detach_if_frozen(self, value: Any) -> Any:
+        """Return an argument of an op; a parameter that forward has frozen for now is detached."""
+        if not self._settings.is_changed(value):
+            return value
+        name = self._tape.state_name(value)
+        if value.requires_grad:
+            self.fail(
+                f"forward lets {name} need gradients for an op between its modules",
+                "let it need gradients from the start, and detach it elsewhere",
+            )
+        return self._glue.run_op(torch.ops.aten.detach.default, (value,), {})
 
     def on_block_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op inside a block that runs for its shapes."""

@@ -2,8 +2,9 @@
 `secc.runtime.sections.module_settings`.
 
 Only attributes set between blocks count: what a block sets when it runs, it sets on a rank too. Attributes
-that did not exist before do not count either: they are a module's own memory. After each recording the
-modules are as `model()` left them, which is how a rank has them.
+that did not exist before do not count either: they are a module's own memory. Whether parameters need
+gradients is looked up at each call of a block. After each recording the modules are as `model()` left them,
+which is how a rank has them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from typing import Any
 
 from torch import nn
 
-from secc.runtime.sections.module_settings import ModuleSetting, restore_attributes
+from secc.runtime.sections.module_settings import (
+    PARAMETERS_NEED_GRADIENTS,
+    ModuleSetting,
+    restore_attributes,
+)
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _MAX_LIST_ENTRIES = 16  # longer lists are no settings
@@ -27,6 +32,8 @@ class SettingTracker:
         self._modules, self._paths = modules, {id(m): path for path, m in modules.items()}
         self._original: dict[tuple[str, str], Any] = {}
         self._current: dict[tuple[str, str], Any] = {}
+        parameters = [p for m in modules.values() for p in m.parameters(recurse=False)]
+        self._needs_gradient = {id(p): (p, p.requires_grad) for p in parameters}
 
     def note_setting(self, module: nn.Module, name: str, value: Any) -> None:
         """Note that `module.name` is about to become `value`."""
@@ -50,10 +57,24 @@ class SettingTracker:
                 self._original[module, name],
             ):
                 by_value.setdefault((name, repr(value)), (value, []))[1].append(module[len(path) + 1 :])
-        return tuple(
+        return *(
             (name, value, *self._paths_unless_all(path, name, paths))
             for (name, _), (value, paths) in by_value.items()
-        )
+        ), *self._gradient_settings(path)
+
+    def _gradient_settings(self, path: str) -> Iterator[ModuleSetting]:
+        """Yield the settings of parameters of the block that forward has frozen or thawed."""
+        own = list(self._modules[path].named_parameters())
+        for value in (False, True):
+            names = [n for n, p in own if self.is_changed(p) and p.requires_grad is value]
+            if names:
+                yield PARAMETERS_NEED_GRADIENTS, value, *(names if len(names) < len(own) else ())
+
+    def is_changed(self, value: Any) -> bool:
+        """Tell whether a value is a parameter that needs gradients now and did not when the model was made,
+        or the other way round."""
+        known = self._needs_gradient.get(id(value))
+        return known is not None and value is known[0] and value.requires_grad is not known[1]
 
     def _paths_unless_all(self, path: str, name: str, paths: list[str]) -> list[str]:
         """Return the paths, or none if they are all modules in the block that have the attribute."""
@@ -70,6 +91,9 @@ class SettingTracker:
             ]
         )
         self._current.clear()
+        for parameter, value in self._needs_gradient.values():
+            if parameter.requires_grad is not value:
+                parameter.requires_grad_(value)
 
 
 def _is_plain_data(value: Any) -> bool:

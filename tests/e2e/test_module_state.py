@@ -1,17 +1,22 @@
 """State that modules keep between calls is refused, with its line, if it couples micro-batches, and
-accepted if it does not."""
+accepted if it does not. Parameters that forward freezes for some calls are frozen for these in a plan."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
-from tests.e2e.harness import compile_and_write
+from secc.runtime.model.user_file import load_model_file
+from secc.runtime.parameters.checkpoint import load_full_state_dict
+from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
+from tests.e2e.reference_runs import MODELS_FOLDER
+from tools.train_plain import train_model
 
 MODEL = """
 import torch
@@ -160,3 +165,20 @@ def test_module_state_that_couples_nothing_is_exact(tmp_path: Path, part: str) -
         sections=("part=part",),
     )
     assert [p["exact"] for p in compiled.plan.checks["patterns"]] == [True]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("options", [(), ("model.recompute=full",), ("model.sharding=zero3",)])
+def test_a_critic_is_frozen_for_the_calls_for_which_forward_freezes_it(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    model, saved = MODELS_FOLDER / "frozen_critic.py", tmp_path / "saved"
+    compile_and_write(
+        model, tmp_path / "plan", cluster="local:2", global_batch=8, set=("model.dp=2", *options)
+    )
+    run_plan_ranks(tmp_path / "plan", 2, ["--steps", "3", "--log-dir", str(tmp_path), "--save", str(saved)])
+    trained, losses = train_model(load_model_file(model), 3, 8)
+    assert [m["loss"] for m in read_metrics(tmp_path)] == pytest.approx(losses, rel=1e-6)
+    found = load_full_state_dict(saved)
+    for name, expected in trained.state_dict().items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)

@@ -190,7 +190,7 @@ class _WidenedBatch:
     def iter_tokens(self) -> Iterator[int]:
         """Yields the integers in the batch."""
         for value in (*self.own.values(), *self.wide.values()):
-            if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
                 yield from value.unique().tolist()
 
 

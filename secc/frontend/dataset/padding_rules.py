@@ -72,9 +72,7 @@ class PaddingEvidence:
             missing = rows.shape[dim] - part.shape[dim]
             if missing and rows.numel():
                 outside = rows.narrow(dim, 0 if side == "left" else part.shape[dim], missing)
-                self.fills.setdefault((dim, side), set()).update(
-                    float(v) for v in outside.unique().tolist()[:2]
-                )
+                self.fills.setdefault((dim, side), set()).update(_values_of(outside))
                 if side == "right" and self.counts[dim]:
                     self.counts[dim] = _goes_on_counting(rows, dim, part.shape[dim])
                 self.rows.setdefault((dim, side), set()).update(self._padded_rows(outside))
@@ -82,7 +80,7 @@ class PaddingEvidence:
     def _padded_rows(self, outside: torch.Tensor) -> list[tuple[float, ...]]:
         """Returns up to two different rows of padding, each over all constant dims; none of large rows."""
         extents = [outside.shape[d] for d in self.constant_dims]
-        if not extents or math.prod(extents) > MAX_PAD_ROW:
+        if not extents or math.prod(extents) > MAX_PAD_ROW or outside.is_complex():
             return []
         others = [d for d in range(outside.ndim) if d not in self.constant_dims]
         rows = outside.permute(*others, *self.constant_dims).reshape(-1, math.prod(extents)).unique(dim=0)
@@ -171,6 +169,13 @@ def _known_sides(extents: DimRules, paddings: Iterable[PaddingEvidence]) -> dict
             if len(sides) == 1:
                 known.setdefault(extents.expressions[padding.key, dim], sides.pop())
     return known
+
+
+def _values_of(padding: torch.Tensor) -> list[float]:
+    """Returns up to two different values. No complex number but zero is a fill, so others count as two."""
+    if padding.is_complex():
+        return [0.0, 1.0] if padding.any() else [0.0]
+    return [float(v) for v in padding.unique().tolist()[:2]]
 
 
 def _goes_on_counting(rows: torch.Tensor, dim: int, size: int) -> bool:

@@ -71,7 +71,7 @@ def _mixes_tokens(mixture: nn.Module, call: ModuleCall) -> bool:
         halves = [_run_rows(mixture, given, rows, count) for rows in _halves(count)]
     except Exception:  # whatever the user's code does on parts: nothing is known
         return False
-    scale = float(whole.abs().max()) * TOLERANCE
+    scale = float(whole.detach().abs().max()) * TOLERANCE
     joined = torch.cat(halves)
     is_fixed = torch.allclose(whole, again, rtol=0.0, atol=scale)  # not where it draws random numbers
     same = joined.shape != whole.shape or torch.allclose(joined, whole, rtol=0.0, atol=scale)

@@ -1,0 +1,146 @@
+"""Builds the user's optimizer as plain PyTorch does, from all trained parameters of the model, on a rank that
+holds some of them; and finds out whether ranks that hold some, or parts, of them update them as one process
+would.
+
+The user's function may look at all of them: the number of layers that learning rates decay over, a schedule
+for each group. So it gets parameters without values in place of those of other ranks, which then leave the
+optimizer; groups that become empty stay. What a step computes from several parameters (a norm of all
+gradients, an estimated learning rate) is found by steps on small parameters of the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from secc.runtime.parameters.elementwise_check import ELEMENTWISE_OPTIMIZERS
+from secc.runtime.parameters.sharded_optimizer import ParameterSlice, shard_optimizer
+
+NamedParams = list[tuple[str, nn.Parameter]]
+BuildOptimizer = Callable[[NamedParams], optim.Optimizer]
+
+_STEP_SCALES = (1.0, 1e4, 1e-3, 30.0)  # of gradients: a bound on their norm acts on some of them
+_LEARNING_RATE = 1e-2  # replaces the user's, which may be zero during warm-up
+_MOST_REAL_ENTRIES = 1 << 20  # of all parameters; of more, each dim has at most
+_FEW = 6
+_TOLERANCE = 1e-3  # of the largest change of a parameter, which float32 rounds
+
+
+def build_whole_optimizer(
+    build: BuildOptimizer, trained: Mapping[str, nn.Parameter], held: Mapping[str, nn.Parameter]
+) -> optim.Optimizer:
+    """Returns the optimizer that `build` makes of `trained`, all trained parameters of the model in its
+    order, with only those left that this rank holds, `held`. Raises UserError where `build` does."""
+    absent = {
+        n: nn.Parameter(torch.empty_like(p, device="meta")) for n, p in trained.items() if n not in held
+    }
+    optimizer = build([(n, held[n] if n in held else absent[n]) for n in trained])
+    shard_optimizer(optimizer, dict.fromkeys(absent.values()))
+    return optimizer
+
+
+def why_not_apart(build: BuildOptimizer, trained: Mapping[str, torch.Tensor]) -> str | None:
+    """Returns why ranks that hold some of the trained parameters (any shapes) would not update them as one
+    process does that holds all; None if they would, or if `build` cannot work on small parameters."""
+    return _compare_parts(build, trained, _divide_names)
+
+
+def why_not_sliced(build: BuildOptimizer, trained: Mapping[str, torch.Tensor]) -> str | None:
+    """Returns why ranks that hold a part of each trained parameter (any shapes) would not update it as one
+    process does; None if they would, or if `build` cannot work on small parameters."""
+    return _compare_parts(build, trained, _divide_entries)
+
+
+def has_hooks(optimizer: optim.Optimizer) -> bool:
+    """Whether code of the user's runs before or after each step of this optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+Part = dict[str, tuple[int, int]]  # the entries of each parameter that a rank holds: from, to
+
+
+def _divide_names(sizes: Mapping[str, int]) -> list[Part]:
+    names = list(sizes)
+    return [{n: (0, sizes[n] * (i % 2 == k)) for i, n in enumerate(names)} for k in (0, 1)]
+
+
+def _divide_entries(sizes: Mapping[str, int]) -> list[Part]:
+    cuts = {n: (size + 1) // 2 for n, size in sizes.items()}
+    return [{n: (0, cuts[n]) for n in sizes}, {n: (cuts[n], sizes[n]) for n in sizes}]
+
+
+def _compare_parts(
+    build: BuildOptimizer,
+    trained: Mapping[str, torch.Tensor],
+    divide: Callable[[Mapping[str, int]], list[Part]],
+) -> str | None:
+    large = sum(p.numel() for p in trained.values()) > _MOST_REAL_ENTRIES
+    shapes = {n: [min(e, _FEW) if large else e for e in p.shape] for n, p in trained.items()}
+    generator = torch.Generator().manual_seed(0)
+    starts = {n: torch.ones(shape) for n, shape in shapes.items()}
+    try:
+        optimizer = build([(n, nn.Parameter(start)) for n, start in starts.items()])
+        if type(optimizer) in ELEMENTWISE_OPTIMIZERS and not has_hooks(optimizer):
+            return None
+        starts = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+        gradients = [
+            {n: scale * torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+            for scale in _STEP_SCALES
+        ]
+        sizes = {n: start.numel() for n, start in starts.items()}
+        everything = {n: (0, size) for n, size in sizes.items()}
+        whole, again = (_step_on_part(build, starts, gradients, everything) for _ in range(2))
+    except Exception:  # whatever the user's code does with parameters that are not the model's
+        return None
+    if any(not torch.equal(whole[n], again[n]) for n in whole):
+        return None  # it draws random numbers
+    name = type(optimizer).__name__
+    for part in divide(sizes):
+        try:
+            changed = _step_on_part(build, starts, gradients, part)
+        except Exception as error:  # as above
+            return f"{name} does not step on a part of the parameters: {error}"
+        for n, (start, stop) in part.items():
+            moved = (whole[n] - starts[n].flatten()).abs()
+            difference = (changed[n] - whole[n])[start:stop].abs()
+            if difference.numel() and difference.max() > _TOLERANCE * moved.max():
+                others = "others" if stop - start == sizes[n] else "others, or its other entries,"
+                return f"{name} updates {n} differently where {others} are not updated with it"
+    return None
+
+
+def _step_on_part(
+    build: BuildOptimizer,
+    starts: Mapping[str, torch.Tensor],
+    gradients: Sequence[Mapping[str, torch.Tensor]],
+    part: Part,
+) -> dict[str, torch.Tensor]:
+    """Returns all parameters, flat, after steps of an optimizer that is left with a part of them."""
+    params = {n: nn.Parameter(start.clone()) for n, start in starts.items()}
+    optimizer = build(list(params.items()))
+    slices: dict[nn.Parameter, Any] = {}
+    held = dict(params)
+    for name, (start, stop) in part.items():
+        param, size = params[name], params[name].numel()
+        if stop - start < size:
+            piece = nn.Parameter(param.detach().flatten()[start:stop].clone())
+            made = (piece, ParameterSlice(name, param.shape, start, stop)) if stop > start else None
+            slices[param] = made
+            held[name] = piece
+    shard_optimizer(optimizer, slices)
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), float):
+            group["lr"] = _LEARNING_RATE
+    for step in gradients:
+        for name, (start, stop) in part.items():
+            if stop > start:
+                held[name].grad = step[name].flatten()[start:stop].view_as(held[name]).clone()
+        optimizer.step()
+    found: dict[str, torch.Tensor] = {}
+    for name, (start, stop) in part.items():
+        found[name] = starts[name].flatten().clone()
+        found[name][start:stop] = held[name].detach().flatten()[: stop - start]
+    return found
