@@ -28,8 +28,15 @@ from secc.runtime.recorder.block_results import (
 
 _RANDOM_RUN_SEEDS = (0, 1)
 _Filler = Callable[[torch.Tensor], torch.Tensor]  # fills a tensor with random values in place
-# Standard normal values first; where the code of the module refuses those, values from 0 to 1 (boxes).
-_FILLERS: tuple[_Filler, ...] = (torch.Tensor.normal_, torch.Tensor.uniform_)
+# Standard normal values, and integers of 0, which are always a valid index. Where the code of the module
+# refuses those, values from 0 to 1 (boxes); then integers above 0 (lengths), others in the second run where
+# arguments are large enough for them, as they are in most captures.
+_TRIES: tuple[tuple[_Filler, tuple[int, int]], ...] = (
+    (torch.Tensor.normal_, (0, 0)),
+    (torch.Tensor.uniform_, (0, 0)),
+    (torch.Tensor.normal_, (1, 2)),
+    (torch.Tensor.normal_, (1, 1)),
+)
 
 
 # Makes a call; returns its result and the ids of the tensors in it that are independent of inputs.
@@ -44,18 +51,24 @@ def layout_by_random_run(
 
     `runs` makes the calls. Exceptions of the module are passed on.
     """
-    for fill in _FILLERS[:-1]:
+    for fill, integers in _TRIES[:-1]:
         with suppress(Exception):
-            return _layout_with_values(mode, module, args, kwargs, runs, fill)
-    return _layout_with_values(mode, module, args, kwargs, runs, _FILLERS[-1])
+            return _layout_with_values(mode, module, args, kwargs, runs, fill, integers)
+    return _layout_with_values(mode, module, args, kwargs, runs, *_TRIES[-1])
 
 
 def _layout_with_values(
-    mode: FakeTensorMode, module: nn.Module, args: Any, kwargs: Any, runs: CallRunner, fill: _Filler
+    mode: FakeTensorMode,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    runs: CallRunner,
+    fill: _Filler,
+    integers: tuple[int, int],
 ) -> tuple[Any, list[tuple[ResultTensor, torch.Tensor]]] | None:
-    """`layout_by_random_run` with arguments that `fill` fills."""
+    """`layout_by_random_run` with arguments that `fill` fills, and `integers` in the two runs."""
 
-    def run_once(seed: int, integer: int = 0) -> Any:
+    def run_once(seed: int, integer: int) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             state = {
@@ -70,14 +83,14 @@ def _layout_with_values(
             out, input_independent = runs(partial(functional_call, module, state, *random_arguments))
         return result_skeleton(out, tensors, versions, input_independent)
 
-    skeletons = [run_once(seed) for seed in _RANDOM_RUN_SEEDS]
+    skeletons = list(map(run_once, _RANDOM_RUN_SEEDS, integers))
     if skeletons[0] is None or len({_describe_layout(s) for s in skeletons}) > 1:
         return None
     skeleton, known = skeletons[-1], [t for _, t in nested_values.iter_tensors((args, kwargs))]
     if _lacks_gradient(skeleton, [*known, *module.parameters()]):
         with suppress(Exception):
             _add_gradients(skeleton, run_once(_RANDOM_RUN_SEEDS[0], integer=1))
-        run_once(_RANDOM_RUN_SEEDS[-1])  # what `runs` notes of the last run counts
+        run_once(_RANDOM_RUN_SEEDS[-1], integers[-1])  # what `runs` notes of the last run counts
     return BlockResult(skeleton, False, (), ()).build_fakes(mode, known)
 
 
@@ -123,8 +136,8 @@ def _random_state_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _random_value(value: Any, fill: _Filler = torch.Tensor.normal_, integer: int = 0) -> Any:
-    """Return a tensor with random values in place of a fake one, not a leaf of autograd. Integers are 0 by
-    default, which is always a valid index."""
+    """Return a tensor with random values in place of a fake one, not a leaf of autograd; all integers are
+    `integer`."""
     if not is_fake(value):
         return value
     if not value.is_floating_point() and not value.is_complex():

@@ -2,8 +2,8 @@
 parameters.
 
 Every rank computes the same schedules from the same metadata, so only tensors and sums are exchanged. The
-optimizer and the scheduler are the user's, constructed over the parameters of this rank's sections; a rank
-without trainable parameters has neither.
+optimizer and the scheduler are the user's, constructed over all trained parameters, as in one process, and
+then left with those of this rank's sections; a rank without trainable parameters has neither.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from secc.runtime.parameters.gradient_reduction import GradientReducer, build_re
 from secc.runtime.parameters.host_copies import HostCopies
 from secc.runtime.parameters.mixed_precision import cast_model, compute_dtype
 from secc.runtime.parameters.offloaded_optimizer import OffloadedOptimizer, offloaded_parameter_names
+from secc.runtime.parameters.optimizer_parts import why_not_apart, why_not_sliced
 from secc.runtime.parameters.parameter_gathers import ParameterGathers
 from secc.runtime.parameters.rank_weights import canonical_names, state_dict_owners
 from secc.runtime.parameters.sharded_optimizer import shard_optimizer
 from secc.runtime.parameters.weight_average import WeightAverage
-from secc.runtime.parameters.whole_optimizer import build_whole_optimizer, why_not_apart, why_not_sliced
 from secc.runtime.plan.replica_routes import Ranks, ranks_by_replica, tp_ranks_of
 from secc.runtime.plan.step_program import exchanges_tokens
 from secc.runtime.sections import recompute
@@ -213,11 +213,7 @@ class Trainer:
         self._reports_learning_rate = context.rank == first_trained
         self._owned_names = self._find_owned_names(model)
         self._trained_names = {n for h in reductions if context.rank in h.ranks for n in h.names}
-        self.optimizer = self._make_optimizer(
-            {n: p for n, p in params.items() if p.requires_grad},
-            {n: params[n] for h in reductions if context.rank in h.ranks for n in h.names},
-            {n for h in reductions for n in h.names},
-        )
+        self.optimizer = self._make_optimizer(params, {n for h in reductions for n in h.names})
         self.offload = self._offload_optimizer(offloaded_parameter_names(self.plan, context.rank, canonical))
         self._initial_options = (
             checkpoint.describe_options(self.optimizer, self.reducer.optimized_slices)
@@ -821,26 +817,30 @@ class Trainer:
         }
 
     def _make_optimizer(
-        self,
-        trained: Mapping[str, nn.Parameter],
-        held: Mapping[str, nn.Parameter],
-        of_all_ranks: Collection[str],
+        self, params: Mapping[str, nn.Parameter], trained: Collection[str]
     ) -> torch.optim.Optimizer | None:
-        """Constructs the user's optimizer over all trained parameters of the model (tied parameters once),
-        with those left that this rank holds, then replaces sharded parameters by slices and float32
-        parameters by masters.
+        """Constructs the user's optimizer, then leaves this rank's trained parameters in it (tied parameters
+        once), with sharded parameters replaced by slices and float32 parameters by masters.
 
-        of_all_ranks: the names of what any rank trains. Raises UserError if the plan shards the optimizer,
-        but it is not elementwise, or if the rank has only some of the parameters, but it is coupled.
+        params: of the model. trained: names of those that any rank trains. Raises UserError if the plan
+        shards the optimizer, but it is not elementwise, or if the rank has only some of the parameters, but
+        it is coupled.
         """
-        if not held or self.options.eval_only:
+        if not self._trained_names or self.options.eval_only:
             return None
+        # As in one process, for options that depend on a parameter's place or on how many there are.
         build = self.context.user_model.build_optimizer
-        optimizer = build_whole_optimizer(build, trained, held)
-        if not any(group["params"] for group in optimizer.param_groups):
-            return None  # the user trains only some parameters, and this rank has none of them
+        every = [(name, p) for name, p in params.items() if p.requires_grad]
+        others = {p: None for name, p in every if name not in self._trained_names}
+        try:
+            optimizer = build(every)
+            shard_optimizer(optimizer, others)
+        except UserError:  # it reads values of parameters of other ranks, which are on the meta device
+            optimizer = self._make_optimizer_of([(name, p) for name, p in every if p not in others])
+        if optimizer is None:
+            return None
         if self.reducer.sharded_slices or self.context.parameter_cuts:
-            reason = why_not_elementwise(optimizer) or why_not_sliced(build, trained)
+            reason = why_not_elementwise(optimizer) or why_not_sliced(build, dict(every))
             if reason is not None and not self.reducer.sharded_slices:
                 names = [s.name for s in self.plan.sections if s.shards]
                 remedy = f"compile again with --set {names[0]}.tp=1"
@@ -849,13 +849,23 @@ class Trainer:
                 names = [s.name for s in self.plan.sections if s.sharding != "none"]
                 remedy = f"compile again with --set {names[0]}.sharding=none"
                 raise UserError(f"optimizer states cannot be sharded: {reason}", remedy=remedy)
-        if len(held) < len(of_all_ranks):
+        if len(self._trained_names) < len(trained):
             with suppress(CannotProbe):  # nobody can tell; the plan's notes say so
-                if reason := why_coupled(optimizer) or why_not_apart(build, trained):
+                if reason := why_coupled(optimizer) or why_not_apart(build, dict(every)):
                     message = f"sections cannot be trained on different ranks: {reason}"
                     raise UserError(message, remedy="compile again, with this optimizer in the model file")
         shard_optimizer(optimizer, {**self.reducer.sharded_slices, **self.reducer.masters})
         return optimizer
+
+    def _make_optimizer_of(self, owned: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer | None:
+        """Constructs the user's optimizer over parameters of this rank alone; None if the user trains none
+        of them."""
+        try:
+            return self.context.user_model.build_optimizer(owned)
+        except UserError as error:
+            if isinstance(error.__cause__, ValueError) and "empty parameter list" in str(error.__cause__):
+                return None
+            raise
 
     def _offload_activations(self, model: nn.Module) -> ActivationOffload | None:
         """Returns what moves saved activations to host memory, None if no section of this rank asks for

@@ -85,8 +85,8 @@ from secc.runtime.model.outlined_forward import StatementRange
 from secc.runtime.model.user_file import UserModel, load_model_file
 from secc.runtime.parameters.elementwise_check import CannotProbe, why_coupled, why_not_elementwise
 from secc.runtime.parameters.mixed_precision import cast_model, check_trainable_dtype, compute_dtype
+from secc.runtime.parameters.optimizer_parts import why_not_apart, why_not_sliced
 from secc.runtime.parameters.rank_weights import describe_parameters, imported_file_copy
-from secc.runtime.parameters.whole_optimizer import why_not_apart, why_not_sliced
 from secc.runtime.plan import schema as plan_schema
 from secc.runtime.plan.schema import ModelRef, Plan
 

@@ -164,7 +164,7 @@ def collate(samples):
     return dict(sound=pad("sound"), sound_mask=mask, input_ids=pad("input_ids"), labels=pad("labels", -100))
 """
 # Two convolutions with a stride: behind the first, padding is its bias, which reaches samples of some lengths
-# only. What the front end says of lengths has no known values, so that packing them is a block of statements.
+# only. What the front end says of lengths has no known values while it is captured.
 STRIDED = """
 
 class FrontEnd(nn.Module):
@@ -230,6 +230,18 @@ def test_padding_and_packing_are_exact(name: str, tmp_path: Path) -> None:
     assert (plan.widths, len(plan.sections)) == (widths, sections)
     if plan.edges:
         assert all(edge.extents for edge in plan.edges)  # samples travel as long as they are
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_a_module_that_packs_lengths_of_another_is_a_block_of_its_own(is_wide: bool, tmp_path: Path) -> None:
+    """Unless lengths decide how large its result is: then statements around it are one."""
+    path = tmp_path / "model.py"
+    path.write_text(DATA + (STRIDED if is_wide else STRIDED.replace(", total_length=x.shape[1]", "")))
+    pins = ("front=front", "encoder=encoder") if is_wide else ()
+    plan = check_exactness(compile_model(path, CompileOptions(sections=pins))).plan
+    blocks = {block for section in plan.sections for block in section.blocks}
+    assert (blocks == {"front", "encoder", "head"}) == is_wide
+    assert len(plan.sections) == (3 if is_wide else 1)
 
 
 SMALL = """

@@ -1,4 +1,4 @@
-"""An optimizer on a rank with some of the parameters is the one that plain PyTorch has for all of them."""
+"""Optimizers with hooks that look beyond an entry, or beyond a parameter, are told from those that do not."""
 
 from __future__ import annotations
 
@@ -8,38 +8,13 @@ import pytest
 import torch
 from torch import nn, optim
 
-from secc.runtime.parameters.whole_optimizer import (
-    NamedParams,
-    build_whole_optimizer,
-    why_not_apart,
-    why_not_sliced,
-)
+from secc.runtime.parameters.optimizer_parts import NamedParams, why_not_apart, why_not_sliced
 
 PARAMETERS = {
     "embed": nn.Parameter(torch.ones(5, 4)),
     "layers.0": nn.Parameter(torch.ones(4, 4)),
     "layers.1": nn.Parameter(torch.ones(4)),
 }
-
-
-def rates_that_decay_by_depth(params: NamedParams) -> optim.Optimizer:
-    depth = {n: int(n.partition(".")[2] or -1) for n, _ in params}
-    last = max(depth.values())
-    return optim.SGD([{"params": [(n, p)], "lr": 0.5 ** (last - depth[n])} for n, p in params])
-
-
-def test_rates_and_groups_are_those_of_all_parameters() -> None:
-    held = {n: PARAMETERS[n] for n in ("embed", "layers.0")}
-    optimizer = build_whole_optimizer(rates_that_decay_by_depth, PARAMETERS, held)
-    assert [g["lr"] for g in optimizer.param_groups] == [0.25, 0.5, 1.0]
-    assert [g["params"] for g in optimizer.param_groups] == [[held["embed"]], [held["layers.0"]], []]
-    assert [g["param_names"] for g in optimizer.param_groups] == [["embed"], ["layers.0"], []]
-
-
-def test_states_of_other_ranks_parameters_are_dropped() -> None:
-    held = {"layers.1": PARAMETERS["layers.1"]}
-    optimizer = build_whole_optimizer(lambda p: optim.Adagrad([q for _, q in p]), PARAMETERS, held)
-    assert list(optimizer.state) == [PARAMETERS["layers.1"]]
 
 
 def with_hook(limit: Any) -> Any:

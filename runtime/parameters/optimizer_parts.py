@@ -1,11 +1,10 @@
-"""Builds the user's optimizer as plain PyTorch does, from all trained parameters of the model, on a rank that
-holds some of them; and finds out whether ranks that hold some, or parts, of them update them as one process
-would.
+"""Finds out whether ranks that hold some of the parameters, or parts of them, update them as one process
+would under the user's own function that makes the optimizer, with the hooks that it registers.
 
-The user's function may look at all of them: the number of layers that learning rates decay over, a schedule
-for each group. So it gets parameters without values in place of those of other ranks, which then leave the
-optimizer; groups that become empty stay. What a step computes from several parameters (a norm of all
-gradients, an estimated learning rate) is found by steps on small parameters of the same names.
+A hook may look at anything: norms of parameters, all gradients, the parameters that the function was given.
+So the function is called with parameters of the same names and random values, and the steps of an optimizer
+that keeps a part of them are compared with those of the whole one. Optimizers of torch that treat each entry
+alone, without hooks, need no steps (`elementwise_check` tries optimizers without their hooks).
 """
 
 from __future__ import annotations
@@ -27,19 +26,6 @@ _LEARNING_RATE = 1e-2  # replaces the user's, which may be zero during warm-up
 _MOST_REAL_ENTRIES = 1 << 20  # of all parameters; of more, each dim has at most
 _FEW = 6
 _TOLERANCE = 1e-3  # of the largest change of a parameter, which float32 rounds
-
-
-def build_whole_optimizer(
-    build: BuildOptimizer, trained: Mapping[str, nn.Parameter], held: Mapping[str, nn.Parameter]
-) -> optim.Optimizer:
-    """Returns the optimizer that `build` makes of `trained`, all trained parameters of the model in its
-    order, with only those left that this rank holds, `held`. Raises UserError where `build` does."""
-    absent = {
-        n: nn.Parameter(torch.empty_like(p, device="meta")) for n, p in trained.items() if n not in held
-    }
-    optimizer = build([(n, held[n] if n in held else absent[n]) for n in trained])
-    shard_optimizer(optimizer, dict.fromkeys(absent.values()))
-    return optimizer
 
 
 def why_not_apart(build: BuildOptimizer, trained: Mapping[str, torch.Tensor]) -> str | None:

@@ -1,6 +1,6 @@
-"""An optimizer that looks at all parameters at once steps as in one process: every rank that trains has all
-of them, and plans that say otherwise are refused. What `optimizer()` makes of all their names holds on a rank
-with some of them."""
+"""Optimizers step as in one process. An optimizer that looks at all parameters at once has all of them on
+every rank that trains, and plans that say otherwise are refused; options that depend on a parameter's place
+among all are those of one process."""
 
 from __future__ import annotations
 
@@ -35,11 +35,29 @@ def test_sections_share_the_ranks_of_a_coupled_optimizer(tmp_path: Path) -> None
     assert [s.name for s in plan.sections] == ["tower", "text"]
     assert len({s.mesh.ranks for s in plan.sections}) == 1
     assert any("every rank that trains has all trained parameters" in n for n in plan.checks["notes"])
-    saved = tmp_path / "saved"
-    run_plan_ranks(tmp_path / "plan", 2, ["--steps", "3", "--log-dir", str(tmp_path), "--save", str(saved)])
-    trained, losses = train_model(load_model_file(MODEL), 3, GLOBAL_BATCH)
-    assert [m["loss"] for m in read_metrics(tmp_path)] == pytest.approx(losses, rel=1e-6)
-    found = load_full_state_dict(saved)
+    compare_with_one_process(MODEL, tmp_path)
+
+
+@pytest.mark.gloo
+def test_options_that_depend_on_a_parameters_place_are_those_of_one_process(tmp_path: Path) -> None:
+    model, text = tmp_path / "placed.py", MODEL.read_text()
+    model.write_text(
+        text[: text.index("def optimizer")]
+        + "def optimizer(params):\n    params = list(params)\n    groups = [\n"
+        "        {'params': [p], 'lr': 0.8 ** (len(params) - i)} for i, (_, p) in enumerate(params)\n    ]\n"
+        "    return torch.optim.SGD(groups)\n"
+    )
+    compile_sections(model, tmp_path / "plan", strategy="apart")
+    compare_with_one_process(model, tmp_path)
+
+
+def compare_with_one_process(model: Path, folder: Path) -> None:
+    """Runs the plan in `folder` for three steps. Raises AssertionError where losses or weights differ."""
+    arguments = ["--steps", "3", "--log-dir", str(folder), "--save", str(folder / "saved")]
+    run_plan_ranks(folder / "plan", 2, arguments)
+    trained, losses = train_model(load_model_file(model), 3, GLOBAL_BATCH)
+    assert [m["loss"] for m in read_metrics(folder)] == pytest.approx(losses, rel=1e-6)
+    found = load_full_state_dict(folder / "saved")
     for name, expected in trained.state_dict().items():
         torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
 
@@ -71,16 +89,3 @@ def test_a_rank_with_some_of_the_parameters_refuses_a_coupled_optimizer(tmp_path
     arguments = ["--steps", "1", "--log-dir", str(tmp_path)]
     with pytest.raises(AssertionError, match="NormalizedDescent updates a parameter differently"):
         run_plan_ranks(tmp_path / "plan", 2, arguments, {"COUPLED": "1"})
-
-
-@pytest.mark.gloo
-def test_stages_have_the_rates_and_schedules_of_all_layers(tmp_path: Path) -> None:
-    model = MODELS_FOLDER / "rates_by_depth.py"
-    compile_and_write(model, tmp_path / "plan", cluster="local:2", global_batch=8, set=("model.pp=2",))
-    saved = tmp_path / "saved"
-    run_plan_ranks(tmp_path / "plan", 2, ["--steps", "3", "--log-dir", str(tmp_path), "--save", str(saved)])
-    trained, losses = train_model(load_model_file(model), 3, 8)
-    assert [m["loss"] for m in read_metrics(tmp_path)] == pytest.approx(losses, rel=1e-6)
-    found = load_full_state_dict(saved)
-    for name, expected in trained.state_dict().items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
