@@ -22,7 +22,7 @@ from secc.driver.compile_options import CompileOptions, TakenBack
 from secc.driver.edge_fills import PaddingSeen, describe_varying, find_block_padding, find_padding, with_fills
 from secc.driver.global_switches import GlobalSwitch, find_global_switch
 from secc.driver.kept_state import refuse_kept_state
-from secc.driver.optional_inputs import find_changing_input
+from secc.driver.optional_inputs import ChangingInput, find_changing_input
 from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
@@ -274,12 +274,7 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
         )
         return InexactPlan(message, line, _BRANCH_REMEDY)
     if inexact.pattern and (found := _find_changing_input(compiled, inexact.pattern)):
-        key, line = found
-        message = (
-            f"samples without {key!r} are computed otherwise where other samples of the batch have it"
-            f" ({pattern}), in the code around this use of it: alone they get another loss"
-        )
-        return InexactPlan(message, line, _BRANCH_REMEDY)
+        return InexactPlan(_describe_changing_input(found, pattern), found.where, _BRANCH_REMEDY)
     together = compiled.survey.compose_batches(frozenset(inexact.pattern))[-1]
     if error := _find_coupling(compiled, together):
         return error
@@ -317,9 +312,22 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
     return InexactPlan(message, str(compiled.user.path), remedy)
 
 
-def _find_changing_input(compiled: CompiledPlan, pattern: Sequence[str]) -> tuple[str, str] | None:
-    """Returns an optional input that changes samples without it, and the line that uses it, if there is
-    one."""
+def _describe_changing_input(found: ChangingInput, pattern: str) -> str:
+    if found.module:
+        return (
+            f"samples without {found.key!r} are computed otherwise where other samples of the batch have it"
+            f" ({pattern}), in the code around this use of it: {found.module} returns something else for such"
+            " a sample than alone"
+        )
+    return (
+        f"samples with and without {found.key!r} in one batch ({pattern}) get another loss than in"
+        " micro-batches of their own, though samples of one kind do not: the code around this use of it may"
+        " compute samples without it otherwise"
+    )
+
+
+def _find_changing_input(compiled: CompiledPlan, pattern: Sequence[str]) -> ChangingInput | None:
+    """Returns an optional input that changes samples without it, if there is one."""
     assert compiled.model is not None
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "plan"

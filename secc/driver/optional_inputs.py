@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from secc.driver.compile import CompiledPlan
 from secc.errors import UserError
 from secc.frontend.dataset.survey import InputPattern
+from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.training.one_rank_plan import OneRankPlan
 
 Samples = Sequence[Mapping[str, Any]]
+_TOLERANCE = 1e-4  # of a row's norm
+
+
+@dataclass(frozen=True)
+class ChangingInput:
+    """An optional input, and the first line of forward that uses it. module: the first module that returns
+    something else for a sample without it when another sample has it; "" if none was seen to."""
+
+    key: str
+    where: str
+    module: str
 
 
 def find_changing_input(
     compiled: CompiledPlan, rank: OneRankPlan, pattern: InputPattern
-) -> tuple[str, str] | None:
-    """Returns an optional input and the first line of forward that uses it, if a sample without it gets
-    another result among samples that have it, and only there; None if there is none."""
+) -> ChangingInput | None:
+    """Returns an optional input with which samples that have it and samples that lack it are exact, but not
+    both together; None if there is none."""
     samples = compiled.survey.compose_batches(pattern)[-1]
     patterns = [frozenset(compiled.user.collate([s]).keys() & pattern) for s in samples]
     for key in sorted(pattern):
@@ -31,8 +47,52 @@ def find_changing_input(
             and not _is_exact(rank, [having[0], lacking[0]])
             and (line := next(_lines_using(compiled, pattern, key), ""))
         ):
-            return key, line
+            return ChangingInput(key, line, _find_changed_module(rank, lacking[0], having[0]))
     return None
+
+
+def _find_changed_module(rank: OneRankPlan, sample: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Returns the first module, in the order in which calls end, that gives a sample other rows when another
+    sample stands behind it; "" if none does, or if rows differ from run to run."""
+    alone, again = _run_modules(rank, [sample]), _run_modules(rank, [sample])
+    if any(not _have_equal_rows(a, again.get(call)) for call, a in alone.items()):
+        return ""
+    among = _run_modules(rank, [sample, other])
+    changed = (path for (path, n), a in alone.items() if not _have_equal_rows(a, among.get((path, n))))
+    return next(changed, "")
+
+
+def _run_modules(rank: OneRankPlan, samples: Samples) -> dict[tuple[str, int], torch.Tensor]:
+    """Runs plain PyTorch on samples. Returns the first row of what each module returns, by its path and the
+    number of the call; nothing if it fails."""
+    rows, calls = dict[tuple[str, int], torch.Tensor](), Counter[str]()
+
+    def keep(path: str, result: Any) -> None:
+        calls[path] += 1
+        if isinstance(result, torch.Tensor) and result.is_floating_point() and len(result) == len(samples):
+            rows[path, calls[path]] = result[0].detach()
+
+    hooks = [
+        module.register_forward_hook(lambda _, __, result, path=path: keep(path, result))
+        for path, module in rank.model.named_modules()
+        if path
+    ]
+    try:
+        with torch.no_grad():
+            rank.model(**unflatten_batch(rank.user.collate(samples)))
+    except Exception:  # whatever the user's code raises
+        return {}
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return rows
+
+
+def _have_equal_rows(row: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether two rows are equal; true for what cannot be compared, such as rows of different widths."""
+    if other is None or other.shape != row.shape:
+        return True
+    return not float((row - other).norm()) > _TOLERANCE * float(row.norm())
 
 
 def _is_exact(rank: OneRankPlan, samples: Samples) -> bool:

@@ -49,9 +49,25 @@ def collate(samples):
 """
 
 
-def test_an_input_that_changes_samples_without_it_is_named_with_its_line(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (MODEL, r"samples without 'picture' are computed otherwise .*: head returns something else"),
+        # Nothing but code between modules gets what has changed.
+        (
+            MODEL.replace(
+                "self.head(torch.cat(tokens, 1).tanh().mean(1))", "torch.cat(tokens, 1).tanh().mean(1)"
+            ),
+            r"samples with and without 'picture' in one batch .* may compute samples without it otherwise",
+        ),
+    ],
+    ids=["seen", "not seen"],
+)
+def test_an_input_that_changes_samples_without_it_is_named_with_its_line(
+    model: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(model)
     made = compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=12))
-    with pytest.raises(UserError, match="samples without 'picture' are computed otherwise") as error:
+    with pytest.raises(UserError, match=says) as error:
         check_exactness(made, required=True)
     assert error.value.where == "model.py:15" and "torch.where" in error.value.remedy
