@@ -154,9 +154,15 @@ class StageUnits:
     def _add_crossing_bytes(self, case: CaseOp) -> None:
         """Adds the bytes that cross each cut in one case, and forbids cuts that a value cannot cross."""
         statistics, wanted, at = SampleStatistics(self.graph), find_gradient_values(case), op_identities(case)
+
+        def bytes_of(value: SSAValue) -> int:
+            return round(statistics.mean_in_case(case, value_bytes(value)) * (2 if value in wanted else 1))
+
+        made_of = self._sources_again(case)
+        sent: dict[int, set[SSAValue]] = {}  # by cut: what crosses and is sent, what may be computed again
+        again: dict[int, list[OpResult]] = {}
         for value, last in self._iter_long_lived(case):
             first = self.unit_of_op[value.owner]
-            again = _is_recomputable(value.owner)
             stuck = self._reason_stuck(value)
             for cut in range(first, last):
                 if stuck:
@@ -166,10 +172,27 @@ class StageUnits:
                     self._forbid_cut(
                         cut, f"{describe_crossing(crossing)} cannot cross: {stuck}", crossing.where
                     )
-                elif cut in self.cuts and not again:
-                    self.cuts[cut] += statistics.mean_in_case(case, value_bytes(value)) * (
-                        2 if value in wanted else 1
-                    )
+                elif cut in self.cuts and not _is_recomputable(value.owner):
+                    sent.setdefault(cut, set()).add(value)
+                elif cut in self.cuts:
+                    again.setdefault(cut, []).append(value)
+        for cut in self.cuts.keys() & (sent.keys() | again.keys()):
+            own = sent.get(cut, set[SSAValue]())
+            self.cuts[cut] += sum(map(bytes_of, own))
+            # Glue is sent, or what it is computed from is.
+            needed = [v for v in again.get(cut, ()) if made_of[v] - own]
+            sources = set[SSAValue]().union(*(made_of[v] for v in needed)) - own
+            self.cuts[cut] += min(sum(map(bytes_of, needed)), sum(map(bytes_of, sources)))
+
+    def _sources_again(self, case: CaseOp) -> dict[SSAValue, set[SSAValue]]:
+        """For each result of a case in this section, the results that stages have to get for it: itself, or
+        what glue that can be computed again makes it of."""
+        found: dict[SSAValue, set[SSAValue]] = {}
+        for op in self._section_ops(case):
+            of_operands = set[SSAValue]().union(*(found.get(o, ()) for o in op.operands))
+            again = _is_recomputable(op)
+            found |= {r: of_operands if again else {r} for r in op.results}
+        return found
 
     def _iter_long_lived(self, case: CaseOp) -> Iterator[tuple[OpResult, int]]:
         """The values of a case that are used in later units than their own, with the last of these."""

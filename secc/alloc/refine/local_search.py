@@ -9,11 +9,13 @@ such that each section gets its first neighbour before any gets its second, and 
 come before other norms and micro-batches. A plan does not count if its scheduled step exceeds memory.
 
 Closed forms may misjudge a section on few ranks. So the search goes on with plans that take ranks to the
-section that the schedule of the best plan shows to be busiest, until none of them is better. Norms decide
-which shapes are good, and shapes which norms; as other shapes are tried first, the best plans are last tried
-with other norms. Of mixtures of experts closed forms misjudge whole kinds of plans: replicas that exchange
-tokens wait for each other in every round, and stages for the longest micro-batch. So the search also looks
-around the best plan of each number of parts of the experts, and of each number of stages.
+section that the schedule of the best plan shows to be busiest, until none of them is better. Then its
+pipeline on most ranks is tried in other numbers of stages, on as many ranks: these are several moves away, as
+each number has its own replicas and micro-batches. Norms decide which shapes are good, and shapes which
+norms; as other shapes are tried first, the best plans are last tried with other norms. Of mixtures of experts
+closed forms misjudge whole kinds of plans: replicas that exchange tokens wait for each other in every round,
+and stages for the longest micro-batch. So the search also looks around the best plan of each number of parts
+of the experts, and of each number of stages.
 
 A full evaluation schedules several global batches with the scheduler's own search. To save time there are
 three levels. An *estimate* schedules one batch without search. Plans within `ESTIMATE_MARGIN` of the best
@@ -78,6 +80,7 @@ MOST_LIGHTER_PLANS = 12  # that are estimated in all
 SMALL_SHARE = 1 / 32  # of a step, by which waits may make it longer in a start plan of mixtures
 NORMS_OF_BEST = 3  # of the best plans are tried with other norms once no neighbour is better ...
 MOST_PLANS_WITH_OTHER_NORMS = 6  # ... and so many plans in all
+MOST_PLANS_WITH_OTHER_STAGES = 4  # are tried at a time once no neighbour is better
 # Once no neighbour is better, plans around the best one of each other kind of mixtures of experts are
 # estimated, if it takes at most this share longer, in at most so many rounds ...
 KIND_MARGIN = 1 / 2
@@ -209,11 +212,12 @@ class _LocalSearch:
         self._estimate_plans([*{_plan_key(a): a for a in (*starts, *others)}.values()])
         shortest = self._select_best()
         while True:
-            if searches and (remaining := self._remaining_evaluations()):
-                self._estimate_plans(self._untried_neighbours(shortest)[: min(NEIGHBOURS_AT_ONCE, remaining)])
+            if searches and self._may_evaluate():
+                self._estimate_plans(self._affordable(self._untried_neighbours(shortest)))
             challenger = self._select_best()
             for estimate_more in (
                 self._estimate_lighter_plans,
+                self._estimate_other_stages,
                 self._estimate_other_norms,
                 self._estimate_other_kinds,
             ):
@@ -252,17 +256,39 @@ class _LocalSearch:
         spent = accumulate(self.estimates[_plan_key(a)].tasks for a in close)
         return tuple(a for a, tasks in zip(close, spent, strict=True) if tasks <= MOST_CLOSE_TASKS)
 
-    def _remaining_evaluations(self) -> int:
-        """Number of plans that may still be evaluated within both budgets."""
+    def _affordable(self, plans: Sequence[Assignment]) -> list[Assignment]:
+        """The first plans, as far as their tasks and their number are within what is left of both budgets.
+        As many as are within it if each has the tasks of the longest plan so far are in any case."""
+        most = MAX_EVALUATED_PLANS + MORE_PLANS_WITH_KINDS * self.seeks_kinds - len(self.evaluated)
+        first, left = plans[: max(0, min(NEIGHBOURS_AT_ONCE, most))], self._tasks_left()
+        longest = max((evaluation.tasks for evaluation in self.estimates.values()), default=left + 1)
+        sums = accumulate(map(self._expected_tasks, first))
+        fitting = sum(tasks <= left for tasks in sums)
+        return [*first[: max(fitting, left // max(1, longest))]]
+
+    def _may_evaluate(self) -> bool:
+        """Whether anything is left of both budgets."""
+        most = MAX_EVALUATED_PLANS + MORE_PLANS_WITH_KINDS * self.seeks_kinds
+        return len(self.evaluated) < most and self._tasks_left() > 0
+
+    def _tasks_left(self) -> int:
+        """What is left of the budget of tasks."""
         spent = sum(
             evaluation.tasks
             for evaluations in ([*self.estimates.values()], *self.evaluations.values())
             for evaluation in evaluations
         )
-        longest = max(evaluation.tasks for evaluation in self.estimates.values())
         budget = sorted((*TASK_BUDGET_RANGE, TASK_BUDGET_PER_SAMPLE * len(self.evaluator.batches[0])))[1]
-        most = MAX_EVALUATED_PLANS + MORE_PLANS_WITH_KINDS * self.seeks_kinds
-        return max(0, min(most - len(self.evaluated), (budget - spent) // max(1, longest)))
+        return budget - spent
+
+    def _expected_tasks(self, a: Assignment) -> int:
+        """Tasks of a plan's step: the forward, backward, and second part of a split one, of each micro-batch
+        in each stage; the last stage of what nothing consumes does a forward and its backward at once."""
+        tasks, consumed = 0, {e.src for e in self.problem.edges}
+        for s, i in a.choice.items():
+            c = self.problem.sections[s][i]
+            tasks += c.micro_batches * c.dp * (c.shape.stages * (1 + c.backward_parts) - (s not in consumed))
+        return tasks
 
     def _estimate_plans(self, plans: Sequence[Assignment]) -> None:
         """Adds plans with their estimates."""
@@ -418,13 +444,15 @@ class _LocalSearch:
     def _untried_neighbours(self, shortest: Assignment) -> list[Assignment]:
         """New neighbours of a plan, the most promising first."""
         new = {_plan_key(a): a for a in self._neighbour_plans(shortest) if _plan_key(a) not in self.estimates}
-        most = (
-            self._closed_form_ns(shortest) + CLOSED_FORM_MARGIN * self.estimates[_plan_key(shortest)].time_ns
-        )
+        most = self._longest_closed_form(shortest)
         return self._diversify_plans(
             sorted((a for a in new.values() if self._closed_form_ns(a) <= most), key=self._closed_form_rank),
             shortest,
         )
+
+    def _longest_closed_form(self, origin: Assignment) -> float:
+        """The longest step in ns by closed forms with which a plan near `origin` is estimated."""
+        return self._closed_form_ns(origin) + CLOSED_FORM_MARGIN * self._estimated_ns(origin)
 
     def _estimate_lighter_plans(self, shortest: Assignment) -> bool:
         """Estimates plans near the best one in which the busiest ranks have less to do, the lightest first.
@@ -443,6 +471,32 @@ class _LocalSearch:
                 loads[key] = load, a
         lighter = sorted(loads.values(), key=lambda found: (found[0], *self._closed_form_rank(found[1])))
         return [a for _, a in lighter]
+
+    def _estimate_other_stages(self, shortest: Assignment) -> bool:
+        """Estimates the best plan with other numbers of stages in its pipeline on most ranks, on as many
+        ranks. Returns whether there are any that were not tried. Of pipelines with cp, plans without stages
+        are starts already."""
+        chosen = {s: self.problem.sections[s][i] for s, i in shortest.choice.items()}
+        section = max((s for s, c in chosen.items() if c.pp > 1), key=lambda s: chosen[s].ranks, default="")
+        if not section or chosen[section].cp > 1:
+            return False
+        own, best = chosen[section], dict[int, Assignment]()
+        options = (
+            replace(shortest, choice={**shortest.choice, section: i})
+            for i in self.candidates_by_ranks[section][own.ranks]
+            if self.problem.sections[section][i].shape._replace(pp=own.pp, backward_parts=own.backward_parts)
+            == own.shape
+        )
+        for a in self._feasible_plans(options):
+            best.setdefault(self.problem.sections[section][a.choice[section]].pp, a)
+        most = self._longest_closed_form(shortest)
+        plans = [
+            a
+            for pp, a in best.items()
+            if pp != own.pp and _plan_key(a) not in self.estimates and self._closed_form_ns(a) <= most
+        ]
+        self._estimate_plans(plans := plans[:MOST_PLANS_WITH_OTHER_STAGES])
+        return bool(plans)
 
     def _estimate_other_norms(self, shortest: Assignment) -> bool:
         """Estimates the best plans, where no neighbour is better than `shortest`, with other norms in one
@@ -477,8 +531,7 @@ class _LocalSearch:
                     break
                 near = self._untried_neighbours(found)[:NEIGHBOURS_OF_KIND] + self._lighter_plans(found)
                 near = [*{_plan_key(a): a for a in near if kind in self._kinds_of(a)}.values()]
-                near = near[: min(NEIGHBOURS_AT_ONCE, self._remaining_evaluations())]
-                self._estimate_plans(near)
+                self._estimate_plans(self._affordable(near))
                 now = self._best_of_kind(kind)
                 if now is None or now is found or not self._fits_memory(now):
                     break

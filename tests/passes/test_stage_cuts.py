@@ -1,0 +1,70 @@
+"""Where `split-stages` cuts: what glue that later stages compute again is made of crosses, too."""
+
+from __future__ import annotations
+
+from xdsl.dialects.builtin import ModuleOp
+
+from secc import pass_pipeline
+from secc.ir.dialect.ops import graph_of, strings_of
+from secc.ir.text_io import module_text
+from secc.passes.boundaries.stage_cuts import StageUnits
+
+HEAD = """
+sec.graph "vlm" widths "own" {
+  sec.symbol "B" kind "rows" key "x" dim 0
+  sec.pattern when [] share "1" {B = 1}
+  sec.block "tower" class "Tower" params 64 trainable 64 component "tower" layers 0 when []
+  sec.block "embed" class "Embedding" params 64 trainable 64 component "" layers 6 when []
+"""
+LAYERS = range(6)
+LAYER_BLOCKS = "".join(
+    f'  sec.block "layers.{i}" class "Layer" params 4000 trainable 4000 component "" layers 6 when []\n'
+    for i in LAYERS
+)
+SECTIONS = """
+  sec.block "head" class "Linear" params 8000 trainable 8000 component "" layers 6 when []
+  sec.section "tower" mode "train" when [] blocks ["tower"] {micro_batch = 1 : i64}
+  sec.section "lm" mode "train" when [] blocks ["embed", LAYERS, "head"]
+    {dp = 1 : i64, pp = 4 : i64, ranks = [0 : i64, 1 : i64, 2 : i64, 3 : i64], micro_batch = 1 : i64,
+     recompute = "none", sharding = "none"}
+  sec.case "all" when [] {
+    %x = sec.input "x" : !sec.tensor<[B, 8], f32>
+    %seen = sec.call "tower" (%x) args "$0" outs [""] in @tower {flops = "80000*B"}
+      : !sec.tensor<[B, 8], f32, grad>
+    %words = sec.call "embed" (%x) args "$0" outs [""] in @lm {flops = "0"} : !sec.tensor<[B, 8], f32, grad>
+    %0 = sec.glue "aten.add.Tensor" (%words, %seen) args "$0, $1" in @lm : !sec.tensor<[B, 8], f32, grad>
+"""
+TAIL = """
+    %h = sec.call "head" (%6) args "$0" outs [""] in @lm {flops = "28000000000000*B"}
+      : !sec.tensor<[B, 8], f32, grad>
+    %l = sec.glue "aten.sum.default" (%h) args "$0" in @lm : !sec.tensor<[], f32, grad>
+    sec.term "loss" (%l) in @lm
+    sec.return constant "0.0"
+  }
+}
+"""
+
+
+def make_module() -> ModuleOp:
+    """A tower's features join embeddings in glue, in front of six layers and a head as long as 3.5 of
+    them."""
+    calls = "".join(
+        f'    %{i + 1} = sec.call "layers.{i}" (%{i}) args "$0" outs [""] in @lm'
+        ' {flops = "8000000000000*B"} : !sec.tensor<[B, 8], f32, grad>\n'
+        for i in LAYERS
+    )
+    blocks = ", ".join(f'"layers.{i}"' for i in LAYERS)
+    text = HEAD + LAYER_BLOCKS + SECTIONS.replace("LAYERS", blocks) + calls + TAIL
+    return module_text.parse_module(text)
+
+
+def test_a_cut_costs_what_glue_computed_again_is_made_of() -> None:
+    cuts = StageUnits(graph_of(make_module()), "lm").cuts
+    assert set(cuts.values()) == {2 * 8 * 4}  # one tensor of eight entries, there and back
+
+
+def test_a_stage_holds_no_embedding_alone_where_layers_can_be_even() -> None:
+    module = make_module()
+    pass_pipeline.run_passes(module, pass_pipeline.parse_pipeline("split-stages"))
+    held = [strings_of(s.blocks) for s in graph_of(module).sections if s.sym.data.startswith("lm")]
+    assert [sum(b.startswith("layers") for b in blocks) for blocks in held] == [2, 2, 2, 0]
