@@ -1,15 +1,22 @@
-"""Hides from the user's data code that it runs on one of several ranks.
+"""Hides from the user's code that it runs on one of several ranks.
 
 Libraries that stream samples look at the launcher's variables and then read a part of the stream in each
 rank. Every rank has to see all samples in the same order here, because which rank trains a sample is decided
-later, from the sizes of the whole global batch.
+later, from the sizes of the whole global batch. In the same way a learning rate may depend on the number of
+ranks, and a module that finds a process group sums a statistic over all ranks (centres of DINO, codebooks,
+counts of boxes): in one process it does not, and what ranks compute here is what one process computes.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
 
 # What torchrun sets: always there meanwhile, since code may ask for torch.distributed's rank without them.
 _ALWAYS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -34,18 +41,66 @@ _IF_SET = {
     "PMI_RANK": "0",
     "PMI_SIZE": "1",
 }
-_depth = [0]  # of contexts that are open; more than 0 also after `hide_ranks`
+_depth = [0]  # of contexts `hidden_ranks` that are open; more than 0 also after `hide_ranks`
+_group_depth = [0]  # of all contexts that are open
 
 
 def hide_ranks() -> None:
     """Makes this process look like the only one of a run, for as long as it lives."""
     _depth[0] += 1
+    _group_depth[0] += 1
     os.environ.update(_single_rank_variables())
 
 
 @contextmanager
+def hidden_process_group() -> Iterator[None]:
+    """Lets torch.distributed say that there is no process group. Other threads of Python are not concerned,
+    nor are collectives with a group. `tell_hidden_groups` must have been called before."""
+    _group_depth[0] += 1
+    try:
+        yield
+    finally:
+        _group_depth[0] -= 1
+
+
+def tell_hidden_groups() -> None:
+    """Replaces the functions of torch.distributed that tell whether there is a process group, its size and
+    the rank, by some that `hidden_process_group` concerns. To be called before user code is imported, which
+    may take them by name."""
+    if not dist.is_available() or hasattr(dist.is_initialized, "__wrapped__"):
+        return
+    dist.is_initialized = _hidden(dist.is_initialized, lambda: False)
+    dist.get_rank = _hidden(dist.get_rank, _raise_uninitialized)
+    dist.get_world_size = _hidden(dist.get_world_size, _raise_uninitialized)
+
+
+def _hidden(function: Callable[..., Any], answer: Callable[[], Any]) -> Callable[..., Any]:
+    """Returns `function`, with another answer where the process group is hidden."""
+
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        hides = _group_depth[0] and not (args or kwargs) and _is_thread_of_steps()
+        return answer() if hides else function(*args, **kwargs)
+
+    return told
+
+
+def _is_thread_of_steps() -> bool:
+    """Whether this is the main thread or one of autograd's, which Python has not started."""
+    thread = threading.current_thread()
+    return thread is threading.main_thread() or isinstance(thread, threading._DummyThread)  # pyright: ignore[reportPrivateUsage]
+
+
+def _raise_uninitialized() -> None:
+    raise ValueError(
+        "Default process group has not been initialized, please make sure to call init_process_group."
+    )
+
+
+@contextmanager
 def hidden_ranks() -> Iterator[None]:
-    """Makes this process look like the only one of a run."""
+    """Makes this process look like the only one of a run: `hidden_process_group`, and the variables of
+    launchers."""
     if _depth[0]:
         yield
         return
@@ -54,7 +109,8 @@ def hidden_ranks() -> Iterator[None]:
     os.environ.update(changed)
     _depth[0] += 1
     try:
-        yield
+        with hidden_process_group():
+            yield
     finally:
         _depth[0] -= 1
         for name, value in before.items():

@@ -179,8 +179,7 @@ class UserModel:
                 raise UserError("the model file has both dataset() and datasets()", place, "keep one of them")
 
             def call() -> Any:
-                with hidden_ranks():
-                    return self.call_function(function)
+                return self.call_function(function)
 
             if mixes:
                 sources = mixture_sources(call(), place, self.call_guarded, call)
@@ -250,8 +249,7 @@ class UserModel:
         of each are kept. Raises UserError if the file has no usable `eval_dataset()`."""
 
         def call() -> Any:
-            with hidden_ranks():
-                return self.call_function("eval_dataset")
+            return self.call_function("eval_dataset")
 
         given = call()
         sets = dict(given) if isinstance(given, Mapping) else {"": given}
@@ -595,7 +593,8 @@ class UserModel:
         return f"{self.path if file == str(self.path.resolve()) else file}:{line}"
 
     def call_function(self, function: str, *args: Any, remedy: str = "") -> Any:
-        """Call a function of the model file. Raises UserError if it is missing, not callable, or raises."""
+        """Call a function of the model file, which sees one process. Raises UserError if it is missing, not
+        callable, or raises."""
         member = getattr(self.module, function, None)
         if member is None:
             raise UserError(
@@ -607,7 +606,8 @@ class UserModel:
                 str(self.path),
                 "make it a function",
             )
-        return self.call_guarded(f"{function}()", lambda: member(*args), remedy)
+        with hidden_ranks():
+            return self.call_guarded(f"{function}()", lambda: member(*args), remedy)
 
     def call_guarded(self, what: str, call: Callable[[], Any], remedy: str = "") -> Any:
         """Return `call()`. Exceptions of the user's code become UserErrors that name the innermost line of

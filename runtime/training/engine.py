@@ -25,6 +25,7 @@ import torch
 from secc.runtime.comm.edge_messages import EdgeLayout, MicroBatchPair
 from secc.runtime.comm.p2p_channels import Message, Transport, message_of_instruction
 from secc.runtime.host.activity import Waiting
+from secc.runtime.host.hidden_ranks import hidden_process_group
 from secc.runtime.monitoring.chrome_trace import ChromeTrace
 from secc.runtime.monitoring.section_times import SectionStopwatch
 from secc.runtime.parameters.zero3 import UnitGatherer
@@ -224,7 +225,7 @@ class Engine:
         self.step_count += 1
         self.outputs = {}
         execution = _StepExecution(self, step)
-        with batch_norms_of_one(self.device):
+        with batch_norms_of_one(self.device), hidden_process_group():
             loss = execution.run_program()
         self.logged, self.numerators = execution.logged, execution.numerators
         return loss

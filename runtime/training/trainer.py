@@ -30,6 +30,7 @@ from secc.runtime.data.data_plane import BadSampleError, GlobalBatch
 from secc.runtime.errors import UserError, printable_text
 from secc.runtime.fusion.install import install_fused, read_fused_source
 from secc.runtime.host.activity import Waiting
+from secc.runtime.host.hidden_ranks import hidden_process_group
 from secc.runtime.model.item_seeds import derive_item_seed
 from secc.runtime.monitoring.json_lines import say
 from secc.runtime.monitoring.metrics import MetricsLog
@@ -500,10 +501,11 @@ class Trainer:
         self.gathers.finish_all()
         if self.options.clip is not None:
             self.reducer.clip_gradients(norm, self.options.clip)
-        if self.offload is not None:
-            self.offload.step()
-        elif self.optimizer is not None:
-            self.optimizer.step()
+        with hidden_process_group():
+            if self.offload is not None:
+                self.offload.step()
+            elif self.optimizer is not None:
+                self.optimizer.step()
         if self.average is not None:
             if self.offload is not None:
                 self.offload.wait_until_on_host()
