@@ -48,6 +48,7 @@ from secc.alloc.refine.interleaved_stages import (
     choose_interleaving,
     interleave_close_plans,
 )
+from secc.alloc.refine.larger_micro_batches import EnlargedPlan, enlarge_micro_batches
 from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
 from secc.alloc.refine.schedule_evaluation import KnownEvaluations, PlanEvaluator
 from secc.alloc.refine.start_plans import MAX_START_RATIO
@@ -198,6 +199,10 @@ class Allocate(ModulePass):
         if solved.problem.deadline is not None or solved.work.cluster.device.backend in PLAIN_BACKENDS:
             return solved, won, facts
         ranks = assign_ranks(solved.problem, won.assignment)
+        enlarged = enlarge_micro_batches(solved.make_evaluator(), won, ranks, solved.pins)
+        if enlarged is not None:
+            solved, own = _add_plan(solved, enlarged)
+            won = replace(enlarged.refined, assignment=own)
         evaluator = solved.make_evaluator()
         interleaved = interleave_close_plans(
             evaluator,
@@ -494,17 +499,19 @@ class Allocate(ModulePass):
             )
 
 
-def _add_plan(solved: SolvedAllocation, dealt: DealtPlan) -> tuple[SolvedAllocation, Assignment]:
+def _add_plan(
+    solved: SolvedAllocation, found: DealtPlan | EnlargedPlan
+) -> tuple[SolvedAllocation, Assignment]:
     """Returns an allocation with the candidates of the plan of another problem as well, and that plan."""
     sections, choice = dict(solved.problem.sections), dict[str, int]()
-    for name, index in dealt.refined.assignment.choice.items():
-        chosen = dealt.problem.sections[name][index]
+    for name, index in found.refined.assignment.choice.items():
+        chosen = found.problem.sections[name][index]
         if chosen not in sections[name]:
             sections[name] += (chosen,)
         choice[name] = sections[name].index(chosen)
     problem = replace(solved.problem, sections=sections, edges=price_edges(solved.work, sections))
     problem = prefetch_memory.with_prefetch_buffers(problem, solved.work, solved.run_ahead)
-    return replace(solved, problem=problem), replace(dealt.refined.assignment, choice=choice)
+    return replace(solved, problem=problem), replace(found.refined.assignment, choice=choice)
 
 
 def _dealing_facts(dealt: DealtPlan) -> dict[str, Any]:
