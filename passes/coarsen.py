@@ -291,7 +291,9 @@ def _declare_sections(graph: GraphOp, grouping: BlockGrouping) -> None:
     taken: list[str] = []
     modules = _modules_of_groups(graph, grouping.groups)
     for group in grouping.sort_groups():
-        name = group.pinned or to_identifier(shortest_tail(modules[group], set(modules.values())))
+        # `target.model` is not the model.
+        others = {*modules.values(), *(("model",) if len(modules) > 1 else ())}
+        name = group.pinned or to_identifier(shortest_tail(modules[group], others))
         if name in taken:
             name = make_unique(f"{name}_{group.mode}", taken)
         taken.append(name)
@@ -309,14 +311,14 @@ def _declare_sections(graph: GraphOp, grouping: BlockGrouping) -> None:
 
 def _modules_of_groups(graph: GraphOp, groups: Sequence[BlockGroup]) -> dict[BlockGroup, str]:
     """Returns the module that each group is named after: its component, or where several groups share that,
-    the innermost module around the blocks of each. Where that is the model for several groups, each is named
-    after its largest block or list of blocks."""
+    the innermost module around the blocks of each. Where that is the model for several groups, or another one
+    is a module called `model`, each is named after its largest block or list of blocks."""
     components = [g.component for g in groups]
     found = {
         g: (_common_module(g.blocks) if components.count(g.component) > 1 else "") or g.component
         for g in groups
     }
-    if [*found.values()].count("") > 1:
+    if [*found.values()].count("") > 1 or any(f".{m}".endswith(".model") for m in found.values()):
         found |= {g: _largest_module(graph, g.blocks) for g, module in found.items() if not module}
     return found
 

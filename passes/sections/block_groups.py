@@ -141,8 +141,8 @@ class BlockGrouping:
     def merge_groups(self, keep: BlockGroup, other: BlockGroup, why: str) -> None:
         """Merges `other` into `keep`, and notes why."""
         same = other.component == keep.component
-        what = ", ".join(other.blocks) if same else other.component
-        keep.notes.append(f"{what} joined {keep.component}: {why}")
+        what = ", ".join(other.blocks) if same or not other.component else other.component
+        keep.notes.append(f"{what} joined {keep.component or ', '.join(keep.blocks)}: {why}")
         keep.absorb(other)
         self.groups.remove(other)
 
