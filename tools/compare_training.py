@@ -52,12 +52,15 @@ import torch
 
 from {name} import *  # noqa: F403
 from {name} import dataset, model
+from secc.runtime.parameters.optimizer_parts import is_trial_step
 
 
 def optimizer(params):
     made, kept = torch.optim.AdamW(params, lr={rate}), {{}}
 
     def keep(optimizer, *_):  # called for each part of a step, if states are in host memory
+        if is_trial_step():
+            return
         file = Path(os.environ["GRADIENTS"]) / f"rank{{os.environ.get('RANK', '')}}.pt"
         groups = optimizer.param_groups
         held = dict(pair for group in groups for pair in zip(group["param_names"], group["params"]))

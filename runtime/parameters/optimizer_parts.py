@@ -10,6 +10,7 @@ alone, without hooks, need no steps (`elementwise_check` tries optimizers withou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from secc.runtime.parameters.sharded_optimizer import ParameterSlice, shard_opti
 NamedParams = list[tuple[str, nn.Parameter]]
 BuildOptimizer = Callable[[NamedParams], optim.Optimizer]
 
+_IN_TRIAL = ContextVar("in_trial", default=False)
 _STEP_SCALES = (1.0, 1e4, 1e-3, 30.0)  # of gradients: a bound on their norm acts on some of them
 _LEARNING_RATE = 1e-2  # replaces the user's, which may be zero during warm-up
 _MOST_REAL_ENTRIES = 1 << 20  # of all parameters; of more, each dim has at most
@@ -38,6 +40,11 @@ def why_not_sliced(build: BuildOptimizer, trained: Mapping[str, torch.Tensor]) -
     """Returns why ranks that hold a part of each trained parameter (any shapes) would not update it as one
     process does; None if they would, or if `build` cannot work on small parameters."""
     return _compare_parts(build, trained, _divide_entries)
+
+
+def is_trial_step() -> bool:
+    """Whether the running step of an optimizer is one of a comparison, for hooks that keep what they see."""
+    return _IN_TRIAL.get()
 
 
 def has_hooks(optimizer: optim.Optimizer) -> bool:
@@ -65,6 +72,18 @@ def _compare_parts(
 ) -> str | None:
     large = sum(p.numel() for p in trained.values()) > _MOST_REAL_ENTRIES
     shapes = {n: [min(e, _FEW) if large else e for e in p.shape] for n, p in trained.items()}
+    token = _IN_TRIAL.set(True)
+    try:
+        return _compare_steps(build, shapes, divide)
+    finally:
+        _IN_TRIAL.reset(token)
+
+
+def _compare_steps(
+    build: BuildOptimizer,
+    shapes: Mapping[str, list[int]],
+    divide: Callable[[Mapping[str, int]], list[Part]],
+) -> str | None:
     generator = torch.Generator().manual_seed(0)
     starts = {n: torch.ones(shape) for n, shape in shapes.items()}
     try:
