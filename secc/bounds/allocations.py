@@ -185,7 +185,7 @@ class _Allocations:
         if cluster is None or len(group) < 2:
             return True
         usable = max(part.device.usable_memory for part in cluster.parts_by_kind)
-        weights = {name: [self._weight_bytes(s) for s in self.sections[name]] for name in group}
+        weights = {name: [self.work.least_weight_bytes(s) for s in self.sections[name]] for name in group}
         if self.sections[group[0]][0].chunks > 1:
             return True
         together = sum(map(min, weights.values()))
@@ -195,15 +195,6 @@ class _Allocations:
             for s, own in zip(self.sections[name], weights[name], strict=True)
         )
         return together + fullest <= usable
-
-    def _weight_bytes(self, section: Section) -> int:
-        """Bytes of weights that each rank of a stage holds, however many replicas there are. Tied ones may be
-        another section's, and experts that are modules lie on one rank of several."""
-        if section.sharding == "zero3" or section.offload == "weights":
-            return 0
-        elsewhere = {s.name for s in section.shards if s.holder >= 0}
-        elsewhere.update(name for tie in self.work.plan.ties for name in tie.names)
-        return sum(self.work.traffic.bytes_on_rank(n) for n in section.params if n not in elsewhere)
 
     def _largest_sample_bytes(self, section: Section) -> int:
         """Bytes that a rank keeps for the largest sample between forward and backward."""

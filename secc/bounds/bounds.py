@@ -3,10 +3,11 @@
 The *schedule bound* holds for the plan's allocation: the ranks of each section, and the most samples in a
 micro-batch. The *plan bound* holds for every plan with the same layouts (degrees, recomputation, whole or
 split backwards, and all else that the work of a sample depends on) on as many devices, however many replicas
-there are and micro-batches are formed: all work, at the least that each sample can add, spread evenly, or the
-longest way of one sample through all its sections and back, without messages. Those two hold whoever shares
-ranks. As secc's sections share all of their ranks or none, what whole replicas and the ends of pipelines take
-under that rule counts as well (`secc/bounds/allocations.py`). Plans with other layouts may beat it;
+there are and micro-batches are formed, as far as those of several samples leave what they keep for the
+backward on a rank: all work, at the least that each sample can add, spread evenly, or the longest way of one
+sample through all its sections and back, without messages. Those two hold whoever shares ranks. As secc's
+sections share all of their ranks or none, what whole replicas and the ends of pipelines take under that rule
+counts as well (`secc/bounds/allocations.py`). Plans with other layouts may beat it;
 `secc.alloc.explain.least_step` bounds those. With *its micro-batches*, the plan bound is about plans in which
 these have at most as many samples as in the plan; what takes time once in a micro-batch then counts more.
 These bounds assume only that a micro-batch takes at least as long as each of its samples alone, and at least

@@ -243,8 +243,30 @@ class BatchWork:
 
     @cached_property
     def _weights_of_any_size(self) -> dict[str, dict[int, tuple[int, int]]]:
-        """(forward, backward) that samples add to micro-batches of any number of samples."""
-        return {s.name: self._shares_of(s, max(1, len(self.active_samples[s.name]))) for s in self.sections}
+        """(forward, backward) that samples add to micro-batches of any number of samples, as far as what
+        these keep for the backward fits a rank."""
+        return {
+            s.name: self._shares_of(s, max(1, len(self.active_samples[s.name])), self._room_of_one(s))
+            for s in self.sections
+        }
+
+    def _room_of_one(self, section: Section) -> int:
+        """Bytes that a micro-batch of several samples may keep at most on a rank, next to the section's
+        weights, in any plan; 0 for any number."""
+        cluster = self.traffic.cluster
+        if cluster is None or section.whole_batch or not section.room_bytes or not owes_backward(section):
+            return 0
+        usable = max(part.device.usable_memory for part in cluster.parts_by_kind)
+        return max(1, usable - self.least_weight_bytes(section))
+
+    def least_weight_bytes(self, section: Section) -> int:
+        """Bytes of weights that each rank of a section holds, however many replicas there are. Tied ones may
+        be another section's, and experts that are modules lie on one rank of several."""
+        if section.sharding == "zero3" or section.offload == "weights":
+            return 0
+        elsewhere = {s.name for s in section.shards if s.holder >= 0}
+        elsewhere.update(name for tie in self.plan.ties for name in tie.names)
+        return sum(self.traffic.bytes_on_rank(n) for n in section.params if n not in elsewhere)
 
     def least_saved_bytes(self, section: Section) -> dict[int, int]:
         """The least that each active sample adds to the bytes that micro-batches of single samples, or dealt
@@ -265,12 +287,13 @@ class BatchWork:
         """
         return self._shares_of(section, min(section.micro_batch, len(self.active_samples[section.name])))
 
-    def _shares_of(self, section: Section, together: int) -> dict[int, tuple[int, int]]:
-        """(forward, backward) that each sample adds to micro-batches of up to `together` samples. Of one that
-        a subgroup of the ranks of cp may compute, it is no more than the subgroup's share of its replica."""
-        shares = self._shares_of_cost(section, section.cost, together)
+    def _shares_of(self, section: Section, together: int, room: int = 0) -> dict[int, tuple[int, int]]:
+        """(forward, backward) that each sample adds to micro-batches of up to `together` samples, that keep
+        at most `room` bytes if they have several (0: any number). Of one that a subgroup of the ranks of cp
+        may compute, it is no more than the subgroup's share of its replica."""
+        shares = self._shares_of_cost(section, section.cost, together, room)
         for subgroup, fitting in self._fitting_samples(section):
-            of_subgroup = self._shares_of_cost(section, subgroup.cost, together)
+            of_subgroup = self._shares_of_cost(section, subgroup.cost, together, room)
             for p in fitting:
                 forward, backward = (
                     min(own, subgroup.ranks * ns // section.mesh.cp)
@@ -279,25 +302,49 @@ class BatchWork:
                 shares[p] = forward, backward
         return shares
 
-    def _shares_of_cost(self, section: Section, cost: Cost, together: int) -> dict[int, tuple[int, int]]:
+    def _shares_of_cost(
+        self, section: Section, cost: Cost, together: int, room: int = 0
+    ) -> dict[int, tuple[int, int]]:
         positions = self.active_samples[section.name]
         if together <= 1:
             forward, backward = self._costs.sample_times(replace(section, cost=cost))
             return {p: (forward[p], backward[p]) for p in positions}
         texts = (cost.forward_ns, cost.backward_ns if owes_backward(section) else "0")
-        forward, backward = (self._additive_shares(text, positions, together) for text in texts)
+        kept = self._additive_bytes(cost.saved, positions) if room and cost.saved else None
+        forward, backward = (self._additive_shares(text, positions, together, kept, room) for text in texts)
         return {p: (forward[p], backward[p]) for p in positions}
 
-    def _additive_shares(self, text: str, positions: Sequence[int], together: int) -> dict[int, int]:
-        """Each sample's share of a time, by the branch of its maxima with the largest sum."""
+    def _additive_bytes(self, text: str, positions: Sequence[int]) -> dict[int, int]:
+        """What each sample adds at least to the bytes that a micro-batch keeps, by the branch of its maxima
+        with the largest sum."""
+        sizes = self._costs.sample_sizes
         branches = [
-            {
-                p: evaluate_expr(b.additive, self._costs.sample_sizes(p))
-                + evaluate_expr(b.rest, self._costs.sample_sizes(p)) // together
-                for p in positions
-            }
+            {p: evaluate_expr(b.additive, sizes(p)) for p in positions}
             for b in split_additive(text, self.plan.symbols)
         ]
+        return max(branches, key=lambda found: sum(found.values()))
+
+    def _additive_shares(
+        self,
+        text: str,
+        positions: Sequence[int],
+        together: int,
+        kept: Mapping[int, int] | None = None,
+        room: int = 0,
+    ) -> dict[int, int]:
+        """Each sample's share of a time, by the branch of its maxima with the largest sum. Its part of what
+        does not add up is that of one of `together` samples; or, of micro-batches that keep at most `room`
+        bytes, that of the bytes `kept` for it, if all samples together have more then."""
+        sizes = self._costs.sample_sizes
+        branches: list[dict[int, int]] = []
+        for b in split_additive(text, self.plan.symbols):
+            added = {p: evaluate_expr(b.additive, sizes(p)) for p in positions}
+            rest = {p: evaluate_expr(b.rest, sizes(p)) for p in positions}
+            less = {p: min(0, ns) for p, ns in rest.items()}  # what is taken off counts whole
+            branches.append({p: added[p] + less[p] + max(0, rest[p]) // together for p in positions})
+            if kept is not None:
+                part = {p: max(0, rest[p]) * min(kept[p], room) // room for p in positions}
+                branches.append({p: added[p] + less[p] + part[p] for p in positions})
         return max(branches, key=lambda shares: sum(shares.values()))
 
     # -- longest ways

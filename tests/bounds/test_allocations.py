@@ -16,6 +16,7 @@ from secc.bounds.bounds import micro_batch_bound_of_work, plan_bound, schedule_b
 from secc.bounds.machine_bounds import BoundJob, MachinePool, best_set_bound, packing_bound
 from secc.bounds.work import BatchWork
 from secc.cluster import parse_cluster
+from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Cost, ModelRef, Plan, Section, SubgroupCost, rank_position
 from secc.runtime.plan.step_program import SampleMeta
 from secc.runtime.schedule.scheduler import schedule_with_makespan
@@ -233,3 +234,66 @@ def test_what_fits_in_one_section_does_not_change_another_with_the_same_costs() 
     plan = make_plan([a, b], [], 4)
     samples = [make_sample(0, length=1), make_sample(1, length=1)]
     assert schedule_bound(plan, samples).ns == 6 == schedule_with_makespan(plan, samples)[1]
+
+
+def section_with_room(fixed: int, added: int, kept: int, room: int) -> Plan:
+    """A section on one rank: a micro-batch takes `fixed` ns there and back, and `added` for each position,
+    which keeps `kept` bytes; a rank has `room` bytes besides its weights."""
+    cluster = parse_cluster("1x1xcpu")
+    device = dataclasses.replace(cluster.device, memory=400 + room, reserved=0, memory_margin=0)
+    section = dataclasses.replace(
+        make_section("a", [0], micro_batch=8),
+        cost=Cost(f"{fixed} + {added}*B*S", f"{fixed} + {2 * added}*B*S", saved=f"{kept}*B*S"),
+        room_bytes=room,
+        params=("a.w",),
+    )
+    plan = make_plan([section], [], 1, widths="own")
+    return dataclasses.replace(
+        plan,
+        model=ModelRef("", "", {"a.w": "float32[100]"}),
+        cluster=json.loads(dataclasses.replace(cluster, device=device).to_json()),
+    )
+
+
+def fastest_micro_batches(plan: Plan, samples: list[SampleMeta], kept: int, room: int) -> int:
+    """The shortest time in which one rank does all samples, over all ways to form micro-batches: those of
+    several samples keep at most `room` bytes."""
+    (section,) = plan.sections
+    costs, best = PredictedCosts(plan, samples), 1 << 60
+    names = [str(i) for i in range(len(samples))]
+    for partition in all_partitions(names):
+        micros = [[int(i) for i in own] for own in partition]
+        longest = (max(samples[i].sizes["S"] for i in own) for own in micros)
+        if any(
+            len(own) > 1 and kept * len(own) * most > room for own, most in zip(micros, longest, strict=True)
+        ):
+            continue
+        forward, backward = costs.micro_batch_times(section, micros)
+        best = min(best, sum(forward) + sum(backward))
+    return best
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.integers(0, 200),
+    st.integers(0, 20),
+    st.integers(1, 30),
+    st.integers(20, 600),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_micro_batches_that_fit_are_shorter_than_the_plan_bound(
+    lengths: list[int], fixed: int, added: int, kept: int, room: int
+) -> None:
+    plan = section_with_room(fixed, added, kept, room)
+    samples = [make_sample(i, length=n) for i, n in enumerate(lengths)]
+    assert plan_bound(plan, samples) <= fastest_micro_batches(plan, samples, kept, room)
+
+
+def test_what_takes_time_once_counts_as_often_as_memory_asks_for() -> None:
+    """Of six samples that keep 100 bytes each, two fit together: three micro-batches, in place of one."""
+    samples = [make_sample(i, length=10) for i in range(6)]
+    for room, micro_batches in ((200, 3), (600, 1), (60, 6)):
+        plan = section_with_room(fixed=500, added=1, kept=10, room=room)
+        expected = 2 * 500 * micro_batches + 6 * 30
+        assert plan_bound(plan, samples) == pytest.approx(expected, abs=12)
+        assert fastest_micro_batches(plan, samples, 10, room) == expected
