@@ -4,7 +4,8 @@ would under the user's own function that makes the optimizer, with the hooks tha
 A hook may look at anything: norms of parameters, all gradients, the parameters that the function was given.
 So the function is called with parameters of the same names and random values, and the steps of an optimizer
 that keeps a part of them are compared with those of the whole one. Optimizers of torch that treat each entry
-alone, without hooks, need no steps (`elementwise_check` tries optimizers without their hooks).
+alone, without hooks, need no steps (`elementwise_check` tries optimizers without their hooks). Ranks try
+nothing: hooks may write to the model, such as averages of its weights.
 """
 
 from __future__ import annotations

@@ -54,7 +54,6 @@ from secc.runtime.parameters.gradient_reduction import GradientReducer, build_re
 from secc.runtime.parameters.host_copies import HostCopies
 from secc.runtime.parameters.mixed_precision import cast_model, compute_dtype
 from secc.runtime.parameters.offloaded_optimizer import OffloadedOptimizer, offloaded_parameter_names
-from secc.runtime.parameters.optimizer_parts import why_not_apart, why_not_sliced
 from secc.runtime.parameters.parameter_gathers import ParameterGathers
 from secc.runtime.parameters.rank_weights import canonical_names, state_dict_owners
 from secc.runtime.parameters.sharded_optimizer import shard_optimizer
@@ -831,18 +830,17 @@ class Trainer:
         if not self._trained_names or self.options.eval_only:
             return None
         # As in one process, for options that depend on a parameter's place or on how many there are.
-        build = self.context.user_model.build_optimizer
         every = [(name, p) for name, p in params.items() if p.requires_grad]
         others = {p: None for name, p in every if name not in self._trained_names}
         try:
-            optimizer = build(every)
+            optimizer = self.context.user_model.build_optimizer(every)
             shard_optimizer(optimizer, others)
         except UserError:  # it reads values of parameters of other ranks, which are on the meta device
             optimizer = self._make_optimizer_of([(name, p) for name, p in every if p not in others])
         if optimizer is None:
             return None
         if self.reducer.sharded_slices or self.context.parameter_cuts:
-            reason = why_not_elementwise(optimizer) or why_not_sliced(build, dict(every))
+            reason = why_not_elementwise(optimizer)
             if reason is not None and not self.reducer.sharded_slices:
                 names = [s.name for s in self.plan.sections if s.shards]
                 remedy = f"compile again with --set {names[0]}.tp=1"
@@ -853,7 +851,7 @@ class Trainer:
                 raise UserError(f"optimizer states cannot be sharded: {reason}", remedy=remedy)
         if len(self._trained_names) < len(trained):
             with suppress(CannotProbe):  # nobody can tell; the plan's notes say so
-                if reason := why_coupled(optimizer) or why_not_apart(build, dict(every)):
+                if reason := why_coupled(optimizer):
                     message = f"sections cannot be trained on different ranks: {reason}"
                     raise UserError(message, remedy="compile again, with this optimizer in the model file")
         shard_optimizer(optimizer, {**self.reducer.sharded_slices, **self.reducer.masters})

@@ -1,17 +1,23 @@
 """Conditions that Python reads of a whole batch: micro-batches may decide them separately only if the loss
-does not depend on them."""
+does not depend on them, or if it takes rows that they pick."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions
+from secc.runtime.model.user_file import load_model_file
+from secc.runtime.parameters.checkpoint import load_full_state_dict
+from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
+from tests.e2e.reference_runs import MODELS_FOLDER
+from tools.train_plain import train_model
 
 MODEL = """
 import torch
@@ -223,3 +229,28 @@ def test_conditions_that_leave_the_loss_unchanged_are_accepted(branch: str, tmp_
 
 def test_a_threshold_above_the_global_batch_is_accepted(tmp_path: Path) -> None:
     assert compiled(DEPENDS[0], tmp_path, global_batch=4).plan.checks["patterns"]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_heads_of_tasks_get_the_rows_of_their_samples(micro_batch: int, tmp_path: Path) -> None:
+    """Small micro-batches have few samples of each task, often as many of one as of another, or none."""
+    _train_and_compare(MODELS_FOLDER / "task_heads.py", micro_batch, tmp_path)
+
+
+@pytest.mark.gloo
+def test_the_longest_clip_of_a_batch_is_no_quotient_of_its_frames(tmp_path: Path) -> None:
+    """Few small micro-batches let a rounded quotient of the number of frames pass for it."""
+    _train_and_compare(MODELS_FOLDER / "padded_clips.py", 3, tmp_path)
+
+
+def _train_and_compare(model: Path, micro_batch: int, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    pins = ("model.dp=2", f"model.micro_batch={micro_batch}")
+    compile_and_write(model, tmp_path / "plan", cluster="local:2", global_batch=12, set=pins)
+    run_plan_ranks(tmp_path / "plan", 2, ["--steps", "3", "--log-dir", str(tmp_path), "--save", str(saved)])
+    trained, losses = train_model(load_model_file(model), 3, 12)
+    assert [m["loss"] for m in read_metrics(tmp_path)] == pytest.approx(losses, rel=1e-6)
+    found = load_full_state_dict(saved)
+    for name, expected in trained.state_dict().items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class ObservedRecording:
     recording: Recording
     sizes: Mapping[str, int]
     sample_shapes: tuple[LabelledShapes, ...] = ()
+    samples: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
 
 class GlueError(UserError):

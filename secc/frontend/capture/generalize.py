@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Protocol
 
 import sympy
@@ -41,6 +42,7 @@ from secc.runtime.recorder.finalize import is_needed
 from secc.runtime.recorder.recording import iter_nodes_behind
 
 _MAX_PROBES = 24  # further captures at most to put explanations to the test
+_PADDED_MEMBERS = 2  # micro-batches of a path that are padded themselves
 _PROBE_EXTRA_WIDTHS = (3, 8)  # by how much probes are wider than captures that are all of one width
 
 aten = torch.ops.aten
@@ -88,12 +90,20 @@ class BatchProbe(Protocol):
         """A micro-batch like the one in which `name` is smallest, but of this size, None if there is none."""
         ...
 
+    def record_padded(self, known: ObservedRecording, name: str, size: int) -> ObservedRecording | None:
+        """The micro-batch of a recording, padded so that `name` is of this size; None if that cannot be."""
+        ...
+
     def record_other_widths(self, name: str, size: int) -> Iterator[ObservedRecording]:
         """Yields recordings of micro-batches of one sample each, in which `name` is not of this size."""
         ...
 
     def record_held_out(self) -> Iterator[ObservedRecording]:
         """Yields recordings of micro-batches with other samples."""
+        ...
+
+    def record_with_repeats(self, recordings: Sequence[ObservedRecording]) -> Iterator[ObservedRecording]:
+        """Yields recordings of the same micro-batches with some samples more than once."""
         ...
 
     def record_without_rows(self) -> Iterator[ObservedRecording]:
@@ -248,6 +258,9 @@ def _merge_with_probes(
     if probe is not None and _CaptureMerger(recordings, probe, names).uses_floor_division():
         ways = [path_signature(o.recording) for o in recordings]
         recordings += [o for o in probe.record_held_out() if path_signature(o.recording) in ways]
+    # A few samples of each kind are often as many in each small batch.
+    if probe is not None and _CaptureMerger(recordings, probe, names).picks_as_many_rows():
+        recordings += _keep_path(recordings, probe.record_with_repeats(recordings))
     # A count that values decide may be 0, where an op may behave differently. The recording without rows is
     # merged too if that is possible, so that explanations hold there as well.
     if probe is not None and _CaptureMerger(recordings, probe, names).takes_data_symbols():
@@ -287,6 +300,10 @@ def _probe_constant_widths(
             if not (kept := _keep_path(group, probed)):
                 probed += probe.record_other_widths(name, longest)
                 kept = _keep_path(group, probed)
+            if is_generic and not kept:  # the batches that are padded above may take another path
+                sizes = product(group[:_PADDED_MEMBERS], _PROBE_EXTRA_WIDTHS)
+                own = [probe.record_padded(o, name, longest + more) for o, more in sizes]
+                kept = _keep_path(group, [o for o in own if o is not None])
             found += kept
             if is_generic and probed and not kept and not _decides_path(group[0], probed):
                 place = next(
@@ -346,6 +363,7 @@ class _CaptureMerger:
         self._padded_symbols = frozenset(padded)
         self._fitter = SizeFitter([o.sizes for o in group], padded, is_probing)
         self._data_names: list[str] = []
+        self._dims: dict[fx.Node, tuple[Expr, ...]] = {}  # of nodes that are explained, of each graph's first
         self._data_numbers, self._real_symbols = DataNumbers(), dict[tuple[float, ...], Expr]()
         self._unused_reads: dict[
             str, UnexplainedNumber
@@ -368,6 +386,16 @@ class _CaptureMerger:
         nothing."""
         self._explain_nodes()
         return self._fitter.used_division
+
+    def picks_as_many_rows(self) -> bool:
+        """Whether values of the inputs picked as many rows, and not none, in all recordings. Changes
+        nothing."""
+        for nodes in zip(*(g.nodes for g in self._graphs), strict=True):
+            if any(map(_depends_on_inputs, _pick_inputs(nodes[0]))):
+                counts = {n.meta["shape"][:1] for n in nodes if "shape" in n.meta}
+                if len(counts) == 1 and counts.isdisjoint({(), (0,)}):
+                    return True
+        return False
 
     def takes_data_symbols(self) -> bool:
         """Whether an op takes a number that values of the inputs decide, which might differ without rows.
@@ -434,7 +462,7 @@ class _CaptureMerger:
             meta["kwargs"] = self._explain_value(first, [n.kwargs for n in nodes])
             self._check_data_symbols(first, meta["args"], meta["kwargs"])
         if "shape" in first.meta:
-            meta["shape"] = self._explain_shape(first, [n.meta["shape"] for n in nodes])
+            meta["shape"] = self._dims[first] = self._explain_shape(first, [n.meta["shape"] for n in nodes])
         if "results" in first.meta:
             results = [n.meta["results"] for n in nodes]
             if len({len(r) for r in results}) > 1:
@@ -514,13 +542,12 @@ class _CaptureMerger:
     def _explain_dim(self, node: fx.Node, dim: int, values: Sequence[int]) -> Expr:
         # 1. Sizes explain the dim. 2. It adds up over the samples: a symbol of its own, named by `RowNames`.
         # 3. Values decide it (re-recorded glue, an op with a dynamic shape): a data symbol of this graph.
-        expr = self._explain_integer(node, values)
-        if expr is not None and (
-            self._explanations.has_counted_rows(node) or self._fits_by_chance(node, expr)
-        ):
-            names = symbol_names(expr)
-            if names and names.isdisjoint(self._data_names):
-                return size_symbol(self._add_data_symbol(NumberSource(node, dim), values))
+        expr = self._find_inherited_rows(node, values) or self._explain_integer(node, values)
+        names = symbol_names(expr) if expr is not None else set[str]()
+        # What is left of the samples if other rows are picked is that of this path alone; a divisor is not.
+        is_counted = self._explanations.has_counted_rows(node) and str(expr) not in self._data_names
+        if expr is not None and names and (is_counted or self._fits_by_chance(node, expr)):
+            return size_symbol(self._add_data_symbol(NumberSource(node, dim), values))
         if expr is not None:
             return expr
         if (name := self._name_rows(node, dim, values)) is not None:
@@ -538,13 +565,29 @@ class _CaptureMerger:
         assert found is not None
         return found
 
+    def _find_inherited_rows(self, node: fx.Node, values: Sequence[int]) -> Expr | None:
+        """Returns the symbol of rows that values picked, if an operand has them and no other dim of this
+        size: on some paths they are as many as the samples."""
+        if not self._data_names or len(set(values)) == 1 or _has_dynamic_shape(node):
+            return None
+        block = node.args[0] if node.target is take_at_path else node
+        operands = block.all_input_nodes if isinstance(block, fx.Node) else ()
+        dims = dict.fromkeys(d for o in operands for d in self._dims.get(o, ()))
+        alike = [d for d in dims if symbol_names(d) and self._fitter.evaluate_column(d) == tuple(values)]
+        return alike[0] if len(alike) == 1 and str(alike[0]) in self._data_names else None
+
+    def _divides_rows(self, found: Any) -> bool:
+        """Whether an expression for a value that Python reads rounds a quotient of a number of rows, which no
+        sum, and no maximum, over samples is: it fits these batches by chance."""
+        floors = found.atoms(sympy.floor) if isinstance(found, sympy.Expr) and self._padded_symbols else ()
+        return any(not symbol_names(f) <= self._padded_symbols for f in floors)
+
     def _fits_by_chance(self, node: fx.Node, expr: Expr) -> bool:
         """Whether an expression for the number of rows that values of the inputs pick fits these batches
-        only: such a number adds up over samples, so it is linear in the numbers of rows."""
+        only: such a number adds up over samples, so it is linear in the numbers of rows, those that values
+        pick among them."""
         masks = [i for i in _pick_inputs(node) if _depends_on_inputs(i)]
-        rows = [
-            size_symbol(n) for n in sorted(symbol_names(expr) - {*self._padded_symbols, *self._data_names})
-        ]
+        rows = [size_symbol(n) for n in sorted(symbol_names(expr) - self._padded_symbols)]
         if not self._padded_symbols or not masks or not rows:
             return False
         return not expr.is_polynomial(*rows) or sympy.Poly(expr, *rows).total_degree() > 1
@@ -585,7 +628,8 @@ class _CaptureMerger:
         if all(isinstance(v, bool) for v in values) or nodes[0].meta["read"][0] == "size":
             return True
         try:
-            self._explain_value(nodes[0], values)
+            if self._divides_rows(self._explain_value(nodes[0], values)):
+                raise ValueError
         except (UnexplainedNumber, ValueError):
             kind = nodes[0].meta["read"][0]
             problem = _unexplained_number(

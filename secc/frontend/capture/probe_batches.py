@@ -47,6 +47,7 @@ _ROTATIONS = 3  # choices of samples to try, for micro-batches with sizes that v
 # Recordings that take longer are worth a fork, which costs a quarter of a second of processor time; and both
 # processes learn what blocks return.
 SLOW_RECORDING_SECONDS = 0.5
+_REPEATED_BATCHES = 3  # micro-batches that are recorded with each of their samples repeated
 _REPEATED_SAMPLE = (2, 1)  # how often a sample stands in batches of it alone
 _RARE_REPEATS = (
     1,
@@ -265,7 +266,11 @@ class ProbeBatches:
         with process_map.run_in_background(lambda: list(self._record_serialized(left[1::2]))) as serialized:
             own_by_index = dict(zip(count(0, 2), list(self._record_until_error(left[::2])), strict=False))
             copied = [
-                ObservedRecording(self._recorder.adopt_recording(load_recording(data)), b.sizes)
+                ObservedRecording(
+                    self._recorder.adopt_recording(load_recording(data)),
+                    b.sizes,
+                    samples=tuple(b.samples),
+                )
                 for data, b in zip(serialized(), left[1::2], strict=False)
             ]
         own_by_index |= dict(zip(count(1, 2), copied, strict=False))
@@ -355,12 +360,20 @@ class ProbeBatches:
         self._check_time()
         recording = fold_joins(self._recorder.record(b.batch), self._folded_loops)
         self._folded_loops |= recording.folded_loops
-        return read_orders(ObservedRecording(recording, b.sizes), self._deciding_pairs)
+        observed = ObservedRecording(recording, b.sizes, samples=tuple(b.samples))
+        return read_orders(observed, self._deciding_pairs)
 
     def __call__(self, name: str, size: int) -> ObservedRecording | None:
         """Records the ragged micro-batch that is narrowest along the width symbol `name`, padded to
         `size`; None if that is not possible."""
-        b = min(self.ragged_batches, key=lambda b: b.sizes[name])
+        return self._record_padded(min(self.ragged_batches, key=lambda b: b.sizes[name]), name, size)
+
+    def record_padded(self, known: ObservedRecording, name: str, size: int) -> ObservedRecording | None:
+        """Records the micro-batch of a recording padded to `size` along the width symbol `name`; None if that
+        is not possible."""
+        return self._record_padded(self._collate([*known.samples]), name, size) if known.samples else None
+
+    def _record_padded(self, b: ProbeBatch, name: str, size: int) -> ObservedRecording | None:
         wider = self._pad_batch(b, name, size)
         found = None if wider is None else self._record_if_accepted(wider)
         return (
@@ -442,6 +455,16 @@ class ProbeBatches:
                 found,
                 sample_shapes=tuple(record_sample_shapes(self._recorder, self._user, s) for s in samples),
             )
+
+    def record_with_repeats(self, recordings: Sequence[ObservedRecording]) -> Iterator[ObservedRecording]:
+        """Yields recordings of the smallest of these micro-batches with one of its samples twice or three
+        times, for each sample: they differ in how many rows values pick, and take the same path."""
+        smallest = sorted((o for o in recordings if o.samples), key=lambda o: len(o.samples))
+        for known in smallest[:_REPEATED_BATCHES]:
+            for sample, times in product(known.samples, (1, 2)):
+                found = self._record_if_accepted(self._collate([*known.samples, *[sample] * times]))
+                if found is not None:
+                    yield found
 
     def record_samples_alone(self) -> Iterator[ObservedRecording]:
         """Yields recordings of the samples of the first ragged micro-batch, each in its own micro-batch."""

@@ -167,6 +167,10 @@ class _OutlineProbe:
             else replace(found, recording=self._make_outline(found).make_skeleton(self._sources_by_label))
         )
 
+    def record_padded(self, known: ObservedRecording, name: str, size: int) -> ObservedRecording | None:
+        """Returns nothing: only the recordings that `probe(name, size)` gives are compared."""
+        return None
+
     def record_other_widths(self, name: str, size: int) -> Iterator[ObservedRecording]:
         """Yields nothing: numbers that look constant are re-recorded."""
         yield from ()
@@ -178,6 +182,10 @@ class _OutlineProbe:
                 recording,
                 recording=self._make_outline(recording).make_skeleton(self._sources_by_label),
             )
+
+    def record_with_repeats(self, recordings: Sequence[ObservedRecording]) -> Iterator[ObservedRecording]:
+        """Yields nothing: numbers that values decide are re-recorded."""
+        yield from ()
 
     def record_without_rows(self) -> Iterator[ObservedRecording]:
         """Yields nothing: numbers that values decide are re-recorded."""

@@ -309,6 +309,12 @@ class HeldOut:
     def record_held_out(self) -> Iterator[ObservedRecording]:
         yield from self.observed
 
+    def record_padded(self, known: ObservedRecording, name: str, size: int) -> ObservedRecording | None:
+        return None
+
+    def record_with_repeats(self, recordings: Sequence[ObservedRecording]) -> Iterator[ObservedRecording]:
+        yield from ()
+
     def record_without_rows(self) -> Iterator[ObservedRecording]:
         yield from ()
 
@@ -332,6 +338,8 @@ def test_a_count_that_equals_a_floor_division_by_chance_is_recognised() -> None:
     (by_chance,), _ = generalize_captures(observed(*captures))
     assert "B//2" in expressions(by_chance)
     (case,), _ = generalize_captures(observed(*captures), HeldOut(observed((4, 4, 12), (6, 2, 15))))
+    assert_exact(model, case, counting(6, 5, 14))
+    (case,), _ = generalize_captures(observed(*captures), Padded([]))  # B counts rows where S is a width
     assert_exact(model, case, counting(6, 5, 14))
 
 
