@@ -235,7 +235,7 @@ def test_a_threshold_above_the_global_batch_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("micro_batch", [1, 3])
 def test_heads_of_tasks_get_the_rows_of_their_samples(micro_batch: int, tmp_path: Path) -> None:
     """Small micro-batches have few samples of each task, often as many of one as of another, or none."""
-    _train_and_compare(MODELS_FOLDER / "task_heads.py", micro_batch, tmp_path)
+    _train_and_compare(MODELS_FOLDER / "rows_by_task.py", micro_batch, tmp_path)
 
 
 @pytest.mark.gloo
