@@ -22,6 +22,7 @@ from secc.driver.replan_for_ranks import replan_for_ranks
 from secc.errors import UserError
 from secc.frontend.dataset.padding_policy import WidthsReason
 from secc.ir.text_io.module_text import parse_module
+from secc.report.plan_tables import plan_tables
 from secc.report.plan_warnings import plan_warnings
 from secc.runtime.model.user_file import load_model_file
 from secc.runtime.parameters.checkpoint import load_full_state_dict
@@ -194,6 +195,8 @@ def test_a_mask_is_padded_as_its_module_pads_it(name: str, tmp_path: Path) -> No
     assert build_plan(parse_module(compiled.dumps[-1][1]), plan.model, {}).edges == plan.edges
     compiled.write_plan(tmp_path / "plan", lambda _: "")
     assert load_plan(tmp_path / "plan").edges == plan.edges
+    (edges,) = (table for table in plan_tables(plan) if table.title == "Edges")
+    assert any("padded with" in cell for row in edges.rows for cell in row) == bool(found.fills)
     texts = [p.read_text() for p in (tmp_path / "plan" / "sections").glob("*.py")]
     assert any("Receives padded: " in text for text in texts) == bool(found.fills)
 

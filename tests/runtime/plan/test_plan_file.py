@@ -163,6 +163,7 @@ def test_a_reformatted_plan_is_the_same_plan(tmp_path: Path) -> None:
         (("sections", "encoder", "cost", "saved"), "B*Q", "the plan has no symbol 'Q'"),
         (("sections", "encoder", "cost", "saved"), "__import__('os')",
          "expected an expression over the inputs' sizes"),
+        (("edges", 0, "fills"), [1.0, 2.0, 3.0], "edges[0].fills: expected one for each of"),
         (("edges", 0, "dim"), 4, "edges[0].dim: expected a dim with rows"),
         (("edges", 0, "when"), [], "edges[0].when: expected what its source is active for"),
         (("world_size",), 10**9, "world_size: expected an integer from 1 to 65536, got 1000000000"),
