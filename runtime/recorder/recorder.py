@@ -124,6 +124,7 @@ class Recorder:
         self._state = {id(t): n for n, t in self._tensors.items()}
         self._paths = module_paths_by_id(self._model)
         self._suggested_parts = set[str]()  # in place of blocks inside which a caller collects results
+        self._growing_blocks = set[str]()  # blocks that add to lists or dicts of their callers
         self._opened_blocks = set[str]()  # blocks that hide what should be seen, which were opened
         self.shows_placed_rows = False
         self._uses_random_values = False  # whether a module runs with random values now
@@ -666,6 +667,11 @@ class Recorder:
                 fixed,
             )
             self._running = "", set()
+            if _count_leaves((block_args, block_kwargs)) != _count_leaves((args, kwargs)):
+                self._growing_blocks.add(path)
+            if path in self._growing_blocks:
+                reason = "it adds to a list or dict of its caller's, which reads what was added"
+                self._wish_opened(path, reason, current_source_line())
             placing = next((h for h in result.hazards if h.kind == "placed_rows"), None)
             if self.shows_placed_rows and placing is not None:
                 self._wish_opened(path, f"{placing.op} puts rows in the places of a mask", placing.where)
@@ -911,3 +917,9 @@ def _ids_of_lists(value: Sequence[Sequence[torch.Tensor]]) -> tuple[tuple[int, .
 def record_forward(model: nn.Module, batch: Mapping[str, Any], blocks: Collection[str]) -> Recording:
     """Record one forward of `model(**batch)` with the given blocks; see `Recorder`."""
     return Recorder(model, blocks).record(batch)
+
+
+def _count_leaves(value: Any) -> int:
+    """Return the number of values in the containers of a nested value."""
+    children = nested_values.children_of(value)
+    return 1 if children is None else sum(_count_leaves(child) for _, child in children)

@@ -109,6 +109,12 @@ def test_layers_that_keep_tensors_for_the_loss_are_captured_by_their_parts() -> 
     assert "block looks.0 keeps a tensor on a module, which forward uses" in plan.checks["notes"][0]
 
 
+def test_layers_that_add_to_a_list_of_their_callers_are_captured_by_their_parts() -> None:
+    plan = compiled("passed_lists").plan
+    assert {"layers.0.router", "layers.2.norm", "teacher"} <= {b for s in plan.sections for b in s.blocks}
+    assert "it adds to a list or dict of its caller's" in plan.checks["notes"][0]
+
+
 def test_a_block_that_takes_lengths_gets_its_shapes_from_their_values() -> None:
     plan = compiled("heard").plan
     assert {"encoder", "head"} == {b for s in plan.sections for b in s.blocks}
@@ -229,6 +235,7 @@ MORE_NAMES = [
     "patched_bytes",
     "routed_modalities",
     "shifted_reference",
+    "passed_lists",
 ]
 
 
