@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import ConcatDataset
 
 from secc.runtime.errors import UserError
@@ -351,6 +352,19 @@ class UserModel:
             self.sample_name(i), lambda: load_seeded_item(dataset, i, seed, epoch, first)
         )
         return self._require_names(sample_as_dict(item), i, item)
+
+    def require_same_sample(self, i: int, sample: Mapping[str, Any], seed: int) -> None:
+        """Load sample `i` again. Raises UserError if it is not `sample`, which was loaded with the same seed:
+        several ranks may load a sample, each for its sections, and a resumed run loads it again."""
+        again = self.load_sample(i, seed)
+        changed = [name for name in sample if name not in again or not _are_same(sample[name], again[name])]
+        if changed:
+            raise UserError(
+                f"{self.sample_name(i)} is another sample when it is loaded again: {changed[0]!r} differs",
+                self._getitem_source_line(),
+                "draw from the generators of torch, np.random or random, which are seeded for each sample, "
+                "or make one with the sample's number in __getitem__",
+            )
 
     def _require_names(self, sample: dict[str, Any] | None, i: int, item: Any) -> dict[str, Any]:
         """Return `sample`, from what the dataset gave as sample `i`. Raises UserError if it has no names and
@@ -810,6 +824,21 @@ def _is_in_nested_list(key: str, argument: str) -> bool:
     """Whether a flat key is of a tensor in a list of lists that is an argument of forward."""
     first, *steps = key.split(KEY_SEPARATOR)
     return first == argument and sum(step.isdecimal() for step in steps) > 1
+
+
+def _are_same(value: Any, other: Any) -> bool:
+    """Whether numbers, texts and tensors in two values are the same; of other objects nothing is known."""
+    leaves, others = tree_leaves(value), tree_leaves(other)
+    return len(leaves) == len(others) and all(map(_is_same_leaf, leaves, others))
+
+
+def _is_same_leaf(value: Any, other: Any) -> bool:
+    if hasattr(value, "__array__") and hasattr(other, "__array__"):
+        with suppress(TypeError, ValueError):  # an array of texts, or of another shape
+            value, other = torch.as_tensor(value), torch.as_tensor(other)
+            return value.shape == other.shape and bool(((value == other) | (value != value)).all())
+    plain = (bool, int, float, complex, str, bytes)
+    return not isinstance(value, plain) or value == other or value != value
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from secc.frontend.dataset.survey import (
 from secc.runtime.model.user_file import UserModel
 
 MAX_SCANNED_SAMPLES = 4096  # calls of sizes(i) to find rare patterns
+_REPEATED_SAMPLES = 3  # are loaded again at the end
 RARE_PATTERN_SAMPLES = 4  # samples to draw of each pattern that sizes(i) knows
 
 
@@ -28,7 +29,8 @@ def survey_dataset(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bo
     """Draws `count` samples, the first of the dataset and as many random ones, and collates each alone.
 
     If the model file has `sizes(i)`, samples of rare patterns are among them. Raises UserError for errors
-    in dataset(), its items, collate() or the keys of a batch; with `skip_bad`, samples that do not load or
+    in dataset(), its items, collate() or the keys of a batch, and for items that differ when they are loaded
+    again; with `skip_bad`, samples that do not load or
     cannot be collated alone are left out.
     """
     has_collate = user.defines("collate")
@@ -68,6 +70,8 @@ def survey_dataset(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bo
     if not has_collate:
         user.fit_default_collate(list(samples.values()))
         shapes = {i: _batch_shapes(user.collate_shapes([s])) for i, s in samples.items()}
+    for i in sorted(kept)[:_REPEATED_SAMPLES]:
+        user.require_same_sample(i, samples[i], seed)
     all_keys = frozenset[str]().union(*shapes.values())
     required = all_keys.intersection(*shapes.values())
     user.check_batch_keys(all_keys, required)

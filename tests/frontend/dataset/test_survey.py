@@ -213,3 +213,47 @@ def test_a_sample_with_full_masks_is_kept_and_stands_for_its_pattern(user_of: Us
     assert (
         len({sequence_length(s) for batch in found.compose_batches(frozenset(), of=full) for s in batch}) > 2
     )
+
+
+@pytest.mark.parametrize(
+    ("drawn", "differs"),
+    [
+        ("self.rng.normal(size=3)", True),
+        ("torch.rand(3, generator=self.generator)", True),
+        ("str(next(self.count))", True),
+        ("np.random.default_rng(i).normal(size=3)", False),
+        ("np.random.rand(3) + random.random()", False),
+        ("torch.tensor([float('nan'), 1.0])", False),
+        ("{'parts': [torch.rand(2), 'text', None, object()]}", False),
+    ],
+)
+def test_a_sample_that_changes_when_it_is_loaded_again_is_refused(
+    drawn: str, differs: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        f"""
+import itertools, random
+import numpy as np
+import torch
+class Net(torch.nn.Module):
+    def forward(self, x, noise=None): return x.sum()
+class Samples(torch.utils.data.Dataset):
+    def __init__(self):
+        self.rng, self.generator = np.random.default_rng(0), torch.Generator()
+        self.count = itertools.count()
+    def __len__(self): return 8
+    def __getitem__(self, i):
+        return {{"x": torch.ones(2), "noise": {drawn}}}
+def model(): return Net()
+def dataset(): return Samples()
+def collate(samples): return {{"x": torch.stack([s["x"] for s in samples])}}
+"""
+    )
+    user = load_model_file(path)
+    if not differs:
+        assert survey_dataset(user).pattern_counts
+        return
+    with pytest.raises(UserError, match=r"is another sample .*: 'noise' differs") as error:
+        survey_dataset(user)
+    assert error.value.where == f"{path}:12" and error.value.remedy
