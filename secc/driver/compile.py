@@ -46,6 +46,7 @@ from secc.driver import plan_origin
 from secc.driver.compile_options import CompileOptions
 from secc.driver.default_pipeline import build_pipeline, fusion_mode
 from secc.driver.pass_driver import CapturedModel, PlannedModule, Planner
+from secc.driver.python_draws import GeneratorStates, name_draws
 from secc.errors import UserError
 from secc.frontend.capture import eager_failure, to_ir
 from secc.frontend.capture.block_layouts import annotate_block_layouts
@@ -191,7 +192,9 @@ def compile_model(
     """
     _validate_options(options)
     clock = _StepClock(progress)
+    states = GeneratorStates()
     user, meta, ref, survey, inputs, capture = load_and_capture(path, options, clock.measure)
+    drawn_from = states.find_source()
     with clock.measure("build the model here"):
         model = _build_model_if_small(user, meta, options.small)
     with clock.measure("compare widths"):
@@ -238,6 +241,7 @@ def compile_model(
         planned = planner.plan_model()
     except UserError as error:
         _say_why_statements_are_blocks(error, user, capture)
+        name_draws(error, drawn_from)
         raise
     versions = {"secc": __version__, "torch": torch.__version__.split("+")[0]}
     plan = plan_codegen.build_plan(planned.module, ref, versions)
@@ -314,11 +318,15 @@ def load_and_capture(
         survey = survey_dataset(user, options.stats_samples, skip_bad=options.skip_bad_samples)
         survey, inputs = _describe_with_or_without_crops(user, survey)
     with time_step("capture"):
+        states = GeneratorStates()
         try:
             chosen = _modules_without_weights(meta, options.whole_batch)
             survey, inputs, capture = _capture_with_or_without_crops(user, meta, survey, inputs, chosen)
         except UserError as error:
-            raise _find_eager_failure(error, user, meta, survey, options) or error from None
+            source = states.find_source()
+            failure = _find_eager_failure(error, user, meta, survey, options)
+            name_draws(error, source)
+            raise failure or error from None
         survey, capture = _capture_rare_paths(user, meta, survey, inputs, capture)
         inputs = statistics.apply_declared_sizes(user, survey, capture.inputs)
         if options.stats is not None:

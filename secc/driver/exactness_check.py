@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from secc.driver.edge_fills import PaddingSeen, describe_varying, find_block_pad
 from secc.driver.global_switches import GlobalSwitch, find_global_switch
 from secc.driver.kept_state import refuse_kept_state
 from secc.driver.optional_inputs import ChangingInput, find_changing_input
+from secc.driver.python_draws import GeneratorStates, draws_error
 from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
@@ -545,8 +544,10 @@ def refuse_faults_of_one(
     `reference`, are left out: their gradients differ without a fault."""
     if compiled.plan.draws or reference.tolerances != FLOAT32_TOLERANCES:
         return
+    states = GeneratorStates()
     if (fault := find_fault_of_one(compiled.user, rank.model, samples[:2])) is not None:
-        raise fault
+        source = states.find_source()
+        raise draws_error(source, str(compiled.user.path)) if source else fault
 
 
 def _run_reference(
@@ -582,18 +583,12 @@ def _run_deterministic_reference(
     A model may draw such numbers without using them (layers skipped with probability 0); so the reference is
     computed twice before it is refused.
     """
-    before = random.getstate(), _numpy_random_state()
+    states = GeneratorStates()
     reference = _run_reference(compiled, rank, samples)
-    if (random.getstate(), _numpy_random_state()) != before and not _equal_bitwise(
+    if (source := states.find_source()) and not _equal_bitwise(
         reference.result, _run_reference(compiled, rank, samples).result
     ):
-        source = "Python's random" if random.getstate() != before[0] else "NumPy"
-        remedy = "draw with torch, or in the dataset, where sample i is seeded by (seed, epoch, i)"
-        raise UserError(
-            f"forward draws random numbers from {source}, which cannot be tied to samples",
-            str(compiled.user.path),
-            remedy,
-        )
+        raise draws_error(source, str(compiled.user.path))
     return reference
 
 
@@ -605,11 +600,3 @@ def _equal_bitwise(a: LossAndGradients | None, b: LossAndGradients | None) -> bo
     return a.loss == b.loss and all(
         x is y or (x is not None and y is not None and torch.equal(x, y)) for x, y in pairs
     )
-
-
-def _numpy_random_state() -> tuple[object, ...]:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return ()
-    kind, words, *rest = numpy.random.get_state()
-    return kind, words.tobytes(), *rest

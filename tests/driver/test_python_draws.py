@@ -1,0 +1,66 @@
+"""Refusals of models that draw from generators which are not torch's name these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
+from secc.errors import UserError
+
+MODEL = """
+import random
+import numpy as np
+import torch
+from torch import nn
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if {drawn} < {share}:
+                x = x + layer(x).tanh()
+        return x
+
+class Model(Layers):
+    def __init__(self):
+        super().__init__()
+        self.stack, self.head = Layers(), nn.Linear(8, 2)
+
+    def forward(self, x, y):
+        x = {stack}
+        return nn.functional.cross_entropy(self.head(x), y)
+
+def model():
+    return Model()
+
+def dataset():
+    generator = torch.Generator().manual_seed(0)
+    return [{{"x": torch.randn(8, generator=generator), "y": torch.tensor(i % 2)}} for i in range(32)]
+"""
+
+
+@pytest.mark.parametrize("drawn", ["random.random()", "np.random.rand()"])
+@pytest.mark.parametrize("stack", ["self.stack(x)", "super().forward(x)"])
+def test_layers_that_are_left_out_by_chance_are_refused_with_the_generator(
+    drawn: str, stack: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.format(drawn=drawn, share=0.5, stack=stack))
+    with pytest.raises(UserError) as refused:
+        check_exactness(compile_model(path, CompileOptions(cluster="local:2", global_batch=8)), required=True)
+    source = "Python's random" if drawn.startswith("random") else "NumPy"
+    assert f"forward draws random numbers from {source}" in refused.value.message
+    assert (refused.value.remedy or "").startswith("draw with torch")
+
+
+def test_draws_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.format(drawn="random.random()", share=1.5, stack="self.stack(x)"))
+    check_exactness(compile_model(path, CompileOptions(cluster="local:2", global_batch=8)), required=True)
