@@ -150,6 +150,13 @@ class UserModel:
                 self.function_source_line(function),
                 "let names be text without lone surrogates",
             )
+        if lazy := next((n for n, tensor in named if nn.parameter.is_lazy(tensor)), None):
+            raise UserError(
+                f"{function}() returns a model with a parameter or buffer that has no shape yet: {lazy}",
+                self.function_source_line(function),
+                f"give its module all sizes (nn.Linear in place of nn.LazyLinear), or let {function}() call "
+                "the model once",
+            )
         if self._forward_signature is None:
             self._forward_signature = inspect.signature(model.forward).parameters
             self._forward_line = self._source_line(model.forward)

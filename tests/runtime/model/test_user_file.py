@@ -183,6 +183,11 @@ def everything(user: UserModel) -> None:
             "def optimizer",
         ),
         (
+            "def model():\n    return torch.nn.Sequential(torch.nn.LazyLinear(3))\n" + DATA,
+            "a parameter or buffer that has no shape yet: 0.weight",
+            "def model",
+        ),
+        (
             MODEL + DATA + "def optimizer(params):\n    return torch.optim.LBFGS([p for _, p in params])\n",
             "returns LBFGS, with a step that evaluates the model again",
             "def optimizer",
