@@ -18,6 +18,7 @@ from torch import nn
 
 from secc.runtime.context_parallel.row_mode import RowMode
 from secc.runtime.errors import UserError
+from secc.runtime.model.source_lines import error_source_line
 from secc.runtime.plan import schema
 from secc.runtime.randomness.micro_batch_draws import MicroBatchDraws
 from secc.runtime.sections import forward_hooks
@@ -225,11 +226,22 @@ class SectionModule(nn.Module):
                 n: t for n, t in terms.items() if evaluates or not n.startswith(schema.OUTPUT_PREFIX)
             }
 
-        with forward_hooks.without_user_hooks(self.children()):
-            if row_ranks == 1:
-                return compute(batch, edges)
-            mode = RowMode(self.row_groups[row_ranks], self.row_attention)
-            return mode.run_section(compute, batch, edges)
+        try:
+            with forward_hooks.without_user_hooks(self.children()):
+                if row_ranks == 1:
+                    return compute(batch, edges)
+                mode = RowMode(self.row_groups[row_ranks], self.row_attention)
+                return mode.run_section(compute, batch, edges)
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            # Parameters of other ranks are on the meta device.
+            message = f"section {self.name} asks for a parameter that is on another rank ({error})"
+            remedy = (
+                "take device, dtype and values from inputs or from the module's own parameters, or name a "
+                "section with both (--section NAME=a+b)"
+            )
+            raise UserError(message, error_source_line(error), remedy) from error
 
 
 def load_section_module(directory: Path, planned: schema.Section, model: nn.Module) -> SectionModule:
