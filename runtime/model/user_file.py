@@ -15,6 +15,7 @@ import inspect
 import itertools
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -682,10 +683,21 @@ class _LoaderOfText(importlib.machinery.SourceFileLoader):
 
 
 def add_import_folder(model_file: Path) -> None:
-    """Lets Python find the modules next to a model file."""
-    folder = str(model_file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    """Lets Python find the modules next to a model file and, for a file of a package, the package."""
+    folder = model_file.resolve().parent
+    for found in {folder: None, _package_of(folder)[0]: None}:
+        if str(found) not in sys.path:
+            sys.path.insert(0, str(found))
+
+
+def _package_of(folder: Path) -> tuple[Path, str]:
+    """Return the folder that holds the outermost package around `folder`, and the name of the package
+    `folder`; the folder itself and "" if it is none."""
+    names: list[str] = []
+    while (folder / "__init__.py").exists() and folder.name.isidentifier():
+        names.append(folder.name)
+        folder = folder.parent
+    return folder, ".".join(reversed(names))
 
 
 def load_model_file(path: str | Path) -> UserModel:
@@ -708,9 +720,13 @@ def load_model_file(path: str | Path) -> UserModel:
     spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
+    if package := _package_of(path.resolve().parent)[1]:
+        module.__package__ = package  # for relative imports
     sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
     try:
-        loader.exec_module(module)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"__package__ != __spec__\.parent")
+            loader.exec_module(module)
     except UserError:
         raise
     except (Exception, SystemExit) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -316,3 +317,20 @@ def test_a_compiled_model_is_taken_without_its_wrapper(write: Write) -> None:
     model = user.build_model()
     assert type(model).__name__ == "Net" and [n for n, _ in model.named_parameters()] == ["embed.weight"]
     assert user.forward_names == {"input_ids", "labels", "attention_mask"}
+
+
+@pytest.mark.parametrize("imported", ["from project.parts.layers import Layer", "from .layers import Layer"])
+def test_a_model_file_of_a_package_imports_from_it(imported: str, tmp_path: Path) -> None:
+    package = tmp_path / "project" / "parts"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").write_text("")
+    (package / "layers.py").write_text("import torch\nclass Layer(torch.nn.Linear): pass\n")
+    (package / "model.py").write_text(f"{imported}\ndef model(): return Layer(2, 2)\n{DATA}")
+    path_before = list(sys.path)
+    try:
+        assert type(load_model_file(package / "model.py").build_model()).__name__ == "Layer"
+    finally:
+        sys.path[:] = path_before
+        for name in [n for n in sys.modules if n.partition(".")[0] == "project"]:
+            del sys.modules[name]
