@@ -17,7 +17,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -58,6 +58,8 @@ from secc.runtime.plan import schema
 
 NamedParams = list[tuple[str, nn.Parameter]]
 
+# The functions of a model file that a run calls when something has happened; they see the run as it is.
+CALLBACKS = ("on_step", "on_save", "on_evaluate")
 # The functions that a model file may define.
 ROLES = (
     "model",
@@ -71,9 +73,7 @@ ROLES = (
     "metrics",
     "small_model",
     "small_dataset",
-    "on_step",
-    "on_save",
-    "on_evaluate",
+    *CALLBACKS,
     "generate_samples",
 )
 _VARIADIC_KINDS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -144,14 +144,15 @@ class UserModel:
             )
         while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner  # of torch.compile, which has no part in a plan's sections
-        named = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
-        if (unwritable := next((n for n, _ in named if not _is_writable_text(n)), None)) is not None:
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        names = (n for n, _ in (*model.named_modules(), *tensors))
+        if (unwritable := next((n for n in names if not _is_writable_text(n)), None)) is not None:
             raise UserError(
                 f"{function}() has a module, parameter or buffer with the name {unwritable!a}",
                 self.function_source_line(function),
                 "let names be text without lone surrogates",
             )
-        if lazy := next((n for n, tensor in named if nn.parameter.is_lazy(tensor)), None):
+        if lazy := next((n for n, tensor in tensors if nn.parameter.is_lazy(tensor)), None):
             raise UserError(
                 f"{function}() returns a model with a parameter or buffer that has no shape yet: {lazy}",
                 self.function_source_line(function),
@@ -615,8 +616,8 @@ class UserModel:
         return f"{self.path if file == str(self.path.resolve()) else file}:{line}"
 
     def call_function(self, function: str, *args: Any, remedy: str = "") -> Any:
-        """Call a function of the model file, which sees one process. Raises UserError if it is missing, not
-        callable, or raises."""
+        """Call a function of the model file, which sees one process if it is no callback of a run. Raises
+        UserError if it is missing, not callable, or raises."""
         member = getattr(self.module, function, None)
         if member is None:
             raise UserError(
@@ -628,7 +629,7 @@ class UserModel:
                 str(self.path),
                 "make it a function",
             )
-        with hidden_ranks():
+        with nullcontext() if function in CALLBACKS else hidden_ranks():
             return self.call_guarded(f"{function}()", lambda: member(*args), remedy)
 
     def call_guarded(self, what: str, call: Callable[[], Any], remedy: str = "") -> Any:

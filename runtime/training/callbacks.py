@@ -20,8 +20,6 @@ from secc.runtime.model.source_lines import error_source_line
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.training.evaluation import EvaluationResult
 
-CALLBACK_NAMES = ("on_step", "on_save", "on_evaluate")
-
 
 @dataclass(frozen=True)
 class StepResult:
