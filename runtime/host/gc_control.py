@@ -16,8 +16,8 @@ def pause_gc(exempt: bool = False) -> Iterator[None]:
     """Disables the collector inside the `with` block.
 
     For code that makes many small tuples and no cycles, where collections would take as long as the code
-    itself. exempt: for imports, the objects of which stay; inside `slow_gc`, collections pass over all
-    objects that exist at the end of the block (gc.freeze).
+    itself. exempt: if this is inside `slow_gc`, later collections skip every object that exists when the
+    block ends (gc.freeze). That is for imports, since what they make is never freed.
     """
     enabled = gc.isenabled()
     gc.disable()

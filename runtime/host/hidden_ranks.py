@@ -55,7 +55,7 @@ def hide_ranks() -> None:
 @contextmanager
 def hidden_process_group() -> Iterator[None]:
     """Lets torch.distributed say that there is no process group. Other threads of Python are not concerned,
-    nor are collectives with a group. `tell_hidden_groups` must have been called before."""
+    nor are collectives with a group. `make_groups_hideable` must have been called before."""
     _group_depth[0] += 1
     try:
         yield
@@ -63,26 +63,26 @@ def hidden_process_group() -> Iterator[None]:
         _group_depth[0] -= 1
 
 
-def tell_hidden_groups() -> None:
-    """Replaces the functions of torch.distributed that tell whether there is a process group, its size and
-    the rank, by some that `hidden_process_group` concerns. To be called before user code is imported, which
-    may take them by name."""
+def make_groups_hideable() -> None:
+    """Replaces is_initialized, get_rank and get_world_size of torch.distributed by functions that answer as
+    without a process group inside `hidden_process_group`. To be called before user code is imported, since
+    that may import these functions by name."""
     if not dist.is_available() or hasattr(dist.is_initialized, "__wrapped__"):
         return
-    dist.is_initialized = _hidden(dist.is_initialized, lambda: False)
-    dist.get_rank = _hidden(dist.get_rank, _raise_uninitialized)
-    dist.get_world_size = _hidden(dist.get_world_size, _raise_uninitialized)
+    dist.is_initialized = _hideable(dist.is_initialized, lambda: False)
+    dist.get_rank = _hideable(dist.get_rank, _raise_uninitialized)
+    dist.get_world_size = _hideable(dist.get_world_size, _raise_uninitialized)
 
 
-def _hidden(function: Callable[..., Any], answer: Callable[[], Any]) -> Callable[..., Any]:
-    """Returns `function`, with another answer where the process group is hidden."""
+def _hideable(function: Callable[..., Any], answer_without_group: Callable[[], Any]) -> Callable[..., Any]:
+    """Returns `function`, with the other answer where the process group is hidden."""
 
     @functools.wraps(function)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def ask(*args: Any, **kwargs: Any) -> Any:
         hides = _group_depth[0] and not (args or kwargs) and _is_thread_of_steps()
-        return answer() if hides else function(*args, **kwargs)
+        return answer_without_group() if hides else function(*args, **kwargs)
 
-    return told
+    return ask
 
 
 def _is_thread_of_steps() -> bool:

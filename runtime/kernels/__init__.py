@@ -8,24 +8,20 @@ accumulate in float32; `backend` says when kernels run.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from secc.runtime.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_rows
-    from secc.runtime.kernels.gated import geglu, swiglu
-    from secc.runtime.kernels.gather_scatter_rows import gather_rows, ragged_index, scatter_rows
-    from secc.runtime.kernels.kl import linear_kl
-    from secc.runtime.kernels.kl_cross_entropy import linear_kl_ce
-    from secc.runtime.kernels.launch_tuning import tune
-    from secc.runtime.kernels.norms import layer_norm, rms_norm
-    from secc.runtime.kernels.rotary import rope, rotate_one
-    from secc.runtime.kernels.vocab_parallel import (
-        vocab_parallel_linear_cross_entropy,
-        vocab_parallel_linear_cross_entropy_rows,
-        vocab_parallel_linear_kl,
-        vocab_parallel_linear_kl_ce,
-    )
+from secc.runtime.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_rows
+from secc.runtime.kernels.gated import geglu, swiglu
+from secc.runtime.kernels.gather_scatter_rows import gather_rows, ragged_index, scatter_rows
+from secc.runtime.kernels.kl import linear_kl
+from secc.runtime.kernels.kl_cross_entropy import linear_kl_ce
+from secc.runtime.kernels.launch_tuning import tune
+from secc.runtime.kernels.norms import layer_norm, rms_norm
+from secc.runtime.kernels.rotary import rope, rotate_one
+from secc.runtime.kernels.vocab_parallel import (
+    vocab_parallel_linear_cross_entropy,
+    vocab_parallel_linear_cross_entropy_rows,
+    vocab_parallel_linear_kl,
+    vocab_parallel_linear_kl_ce,
+)
 
 __all__ = [
     "gather_rows",
@@ -47,34 +43,3 @@ __all__ = [
     "vocab_parallel_linear_kl",
     "vocab_parallel_linear_kl_ce",
 ]
-
-_MODULES = {  # of each function
-    "gather_rows": "gather_scatter_rows",
-    "geglu": "gated",
-    "layer_norm": "norms",
-    "linear_cross_entropy": "cross_entropy",
-    "linear_cross_entropy_rows": "cross_entropy",
-    "linear_kl": "kl",
-    "linear_kl_ce": "kl_cross_entropy",
-    "ragged_index": "gather_scatter_rows",
-    "rms_norm": "norms",
-    "rope": "rotary",
-    "rotate_one": "rotary",
-    "scatter_rows": "gather_scatter_rows",
-    "swiglu": "gated",
-    "tune": "launch_tuning",
-    "vocab_parallel_linear_cross_entropy": "vocab_parallel",
-    "vocab_parallel_linear_cross_entropy_rows": "vocab_parallel",
-    "vocab_parallel_linear_kl": "vocab_parallel",
-    "vocab_parallel_linear_kl_ce": "vocab_parallel",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Imports the module of a function when the function is first asked for: a run without fused operators
-    needs none, and compiles no kernel's source."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    function = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = function
-    return function

@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -188,9 +189,7 @@ class UserModel:
             if mixes and self.defines("dataset"):
                 raise UserError("the model file has both dataset() and datasets()", place, "keep one of them")
 
-            def call() -> Any:
-                return self.call_function(function)
-
+            call = partial(self.call_function, function)
             if mixes:
                 sources = mixture_sources(call(), place, self.call_guarded, call)
             else:
@@ -257,10 +256,7 @@ class UserModel:
         """Return this model file with the samples of `eval_dataset()` as its dataset, those of several sets
         one after another; `sizes` does not apply to them. Streams are counted, and the last `window` samples
         of each are kept. Raises UserError if the file has no usable `eval_dataset()`."""
-
-        def call() -> Any:
-            return self.call_function("eval_dataset")
-
+        call = partial(self.call_function, "eval_dataset")
         given = call()
         sets = dict(given) if isinstance(given, Mapping) else {"": given}
         place, first_id = self.function_source_line("eval_dataset"), 0

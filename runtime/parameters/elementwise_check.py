@@ -28,14 +28,16 @@ _PROBE_LEARNING_RATE = 1e-2  # replaces the user's, which may be zero during war
 _PROBE_SCALES = ((0.01, 1.0), (1.0, 0.1), (1000.0, 10.0), (1.0, 100.0), (0.1, 1.0), (1.0, 1.0))
 
 
+def _groups_with_parameters(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
+    return [group for group in optimizer.param_groups if group["params"]]
+
+
 def why_not_elementwise(optimizer: optim.Optimizer) -> str | None:
     """Returns the reason why the optimizer cannot be sharded, or None if it can."""
     if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
         return None
     name = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        if not group["params"]:
-            continue
+    for group in _groups_with_parameters(optimizer):
         try:
             before, whole, pieces = _step_whole_and_split(optimizer, group, group["params"][0])
         except (
@@ -58,9 +60,7 @@ def why_coupled(optimizer: optim.Optimizer) -> str | None:
     if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
         return None
     name = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        if not group["params"]:
-            continue
+    for group in _groups_with_parameters(optimizer):
         try:
             together, apart = _updates_together_and_apart(optimizer, group, group["params"][0])
         except Exception as error:  # whatever the user's optimizer does with parameters not the model's
@@ -106,9 +106,7 @@ def why_not_stepwise(optimizer: optim.Optimizer) -> str | None:
     if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
         return None
     name = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        if not group["params"]:
-            continue
+    for group in _groups_with_parameters(optimizer):
         try:
             together, in_turn = _step_together_and_in_turn(optimizer, group, group["params"][0])
         except Exception as error:  # whatever the user's optimizer does with part of its parameters

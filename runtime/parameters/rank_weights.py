@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from secc.runtime.errors import UserError
-from secc.runtime.host.hidden_ranks import tell_hidden_groups
+from secc.runtime.host.hidden_ranks import make_groups_hideable
 from secc.runtime.model import imported_code, init_weights, user_file
 from secc.runtime.model.hf_weight_mapping import WeightSource
 from secc.runtime.model.init_weights import InitDirectories
@@ -68,7 +68,7 @@ def load_user_model(plan: Plan, directory: Path) -> UserModel:
             before.splitlines(),
             text.decode().splitlines(),
         )
-    tell_hidden_groups()
+    make_groups_hideable()
     user_file.add_import_folder(path)
     _check_imported_code(plan, directory, path, is_loaded=False)
     user = user_file.load_model_file(path)

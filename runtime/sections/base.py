@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import operator
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -233,7 +234,7 @@ class SectionModule(nn.Module):
                 mode = RowMode(self.row_groups[row_ranks], self.row_attention)
                 return mode.run_section(compute, batch, edges)
         except RuntimeError as error:
-            if "meta" not in str(error):
+            if not re.search(r"\bmeta\b", str(error)):
                 raise
             # Parameters of other ranks are on the meta device.
             message = f"section {self.name} asks for a parameter that is on another rank ({error})"

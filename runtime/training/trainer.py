@@ -850,7 +850,7 @@ class Trainer:
                 remedy = f"compile again with --set {names[0]}.sharding=none"
                 raise UserError(f"optimizer states cannot be sharded: {reason}", remedy=remedy)
         if len(self._trained_names) < len(trained):
-            with suppress(CannotProbe):  # nobody can tell; the plan's notes say so
+            with suppress(CannotProbe):  # the plan's notes tell the user that it could not be tried
                 if reason := why_coupled(optimizer):
                     message = f"sections cannot be trained on different ranks: {reason}"
                     raise UserError(message, remedy="compile again, with this optimizer in the model file")

@@ -15,9 +15,10 @@ polynomial parts are read as sums of monomials:
 - Whole pieces of a time N on k ranks, `N//max(1, R)*((R + k-1)//k)` with R pieces that add up over samples,
   take at least (N - R)/k: rounding down loses less than 1 a piece. That needs N to be 0 without pieces.
 
-So `w(x) = additive(x) + rest(x) / m`. If a micro-batch of several samples keeps at most R bytes for the
-backward, of which x adds at least b(x), then it is also at least the sum of `additive(x) + rest(x) min(b(x),
-R) / R`: the sum of b over M is at most R, and the rest of M is at least that of each of its samples.
+So `w(x) = additive(x) + rest(x) / m`. Memory gives another bound: let a micro-batch of several samples keep
+at most R bytes for its backward, and let sample x add at least b(x) bytes to them. Then the time of M is at
+least the sum of `additive(x) + rest(x) * min(b(x), R) / R` over its samples, because the b(x) of M add up to
+at most R, and the rest of M is at least that of each of its samples.
 """
 
 from __future__ import annotations

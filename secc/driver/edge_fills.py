@@ -54,7 +54,7 @@ class PaddingSeen:
     numbers: list[float | None]
     varying: set[int] = field(default_factory=set[int])
 
-    def add(self, index: int, padding: torch.Tensor) -> None:
+    def note_padding(self, index: int, padding: torch.Tensor) -> None:
         """Notes the padding of one sample by extent `index`."""
         if not padding.numel():
             return
@@ -124,7 +124,7 @@ def _add_padding(seen: PaddingSeen, sent: SentTensor) -> None:
     boxes = sent.layout.boxes_of_samples("src", sent.samples, sent.samples)
     for box in boxes:
         for index in range(len(sent.edge.extents)):
-            seen.add(index, sent.layout.padding_in_rows(sent.tensor, box, index))
+            seen.note_padding(index, sent.layout.padding_in_rows(sent.tensor, box, index))
 
 
 def find_block_padding(compiled: CompiledPlan) -> dict[str, PaddingSeen]:
@@ -210,7 +210,7 @@ def _moved_weights(model: nn.Module) -> Iterator[None]:
     """Context manager in which all weights have noise."""
     generator = torch.Generator().manual_seed(0)
 
-    def noise(like: torch.Tensor) -> torch.Tensor:
+    def draw_noise(like: torch.Tensor) -> torch.Tensor:
         return (torch.rand(like.shape, generator=generator) - 0.5).mul_(_NOISE).to(like.dtype)
 
     states: list[Any] = [t for t in model.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor)]
@@ -219,9 +219,9 @@ def _moved_weights(model: nn.Module) -> Iterator[None]:
     try:
         for tensor in states:
             if tensor.is_floating_point():
-                tensor.detach().mul_(1 + noise(tensor))
+                tensor.detach().mul_(1 + draw_noise(tensor))
                 if isinstance(tensor, nn.Parameter):
-                    tensor.detach().add_(noise(tensor))
+                    tensor.detach().add_(draw_noise(tensor))
         yield
     finally:
         for t, value in zip(floats, kept, strict=True):
@@ -259,16 +259,16 @@ def carry_fills(old: Plan, new: Plan) -> dict[str, tuple[float, ...]]:
     """Returns the fills of the edges of a plan that was made again from the IR of another one, with other
     stages. Raises UserError for an edge that could be several of the other plan's, with other fills."""
 
-    def ends(plan: Plan, edge: Edge) -> tuple[object, ...]:
+    def describe_ends(plan: Plan, edge: Edge) -> tuple[object, ...]:
         src, dst = (plan.find_section(name).user_section_name for name in (edge.src, edge.dst))
         return src, dst, edge.dtype, edge.dims, edge.extents
 
     known: dict[tuple[object, ...], dict[str, tuple[float, ...]]] = {}
     for edge in old.edges:
-        known.setdefault(ends(old, edge), {})[edge.name] = edge.fills
+        known.setdefault(describe_ends(old, edge), {})[edge.name] = edge.fills
     fills: dict[str, tuple[float, ...]] = {}
     for edge in new.edges if any(e.fills for e in old.edges) else ():
-        possible = known.get(ends(new, edge), {})
+        possible = known.get(describe_ends(new, edge), {})
         if edge.extents and edge.name not in possible and len(set(possible.values())) != 1:
             raise UserError(
                 f"what pads {edge.name!r} between {edge.src} and {edge.dst} is not known from the plan",

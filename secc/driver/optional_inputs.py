@@ -67,13 +67,13 @@ def _run_modules(rank: OneRankPlan, samples: Samples) -> dict[tuple[str, int], t
     number of the call; nothing if it fails."""
     rows, calls = dict[tuple[str, int], torch.Tensor](), Counter[str]()
 
-    def keep(path: str, result: Any) -> None:
+    def keep_first_row(path: str, result: Any) -> None:
         calls[path] += 1
         if isinstance(result, torch.Tensor) and result.is_floating_point() and len(result) == len(samples):
             rows[path, calls[path]] = result[0].detach()
 
     hooks = [
-        module.register_forward_hook(lambda _, __, result, path=path: keep(path, result))
+        module.register_forward_hook(lambda _, __, result, path=path: keep_first_row(path, result))
         for path, module in rank.model.named_modules()
         if path
     ]

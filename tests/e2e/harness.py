@@ -1,5 +1,5 @@
-"""Compiles a model file, checks it against the eager model and writes its plan; `tools.ranks` trains and
-compares."""
+"""Compiles a model file, checks it against the eager model and writes its plan; `tools.compare_training`
+trains and compares."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import pytest
+import torch
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.passes import ModulePass
 
@@ -22,6 +24,8 @@ from secc.driver.pass_driver import CapturedModel, Planner
 from secc.frontend.capture.capture import Capture
 from secc.ir.text_io.module_text import parse_module, print_module
 from secc.report.html_page import report_page
+from secc.runtime.model.user_file import load_model_file
+from secc.runtime.parameters.checkpoint import load_full_state_dict
 from tools.compare_training import (
     LEARNING_RATE,
     TrainingResult,
@@ -32,11 +36,13 @@ from tools.compare_training import (
     train_in_one_process,
     write_recording_model,
 )
+from tools.train_plain import train_model
 
 __all__ = [
     "LEARNING_RATE",
     "LayerCaptureCache",
     "TrainingResult",
+    "assert_same_training",
     "compile_and_write",
     "find_differences",
     "read_metrics",
@@ -107,3 +113,16 @@ def replan(
     return dataclasses.replace(
         compiled, plan=made, module=planned.module, dumps=planned.dumps, constants=planned.capture.constants
     )
+
+
+def assert_same_training(model: Path, folder: Path, world_size: int, global_batch: int) -> None:
+    """Runs the plan `folder`/plan for three steps with the model file's own optimizer. Raises AssertionError
+    where losses or weights are not those of plain PyTorch."""
+    saved = folder / "saved"
+    arguments = ["--steps", "3", "--log-dir", str(folder), "--save", str(saved)]
+    run_plan_ranks(folder / "plan", world_size, arguments)
+    trained, losses = train_model(load_model_file(model), 3, global_batch)
+    assert [m["loss"] for m in read_metrics(folder)] == pytest.approx(losses, rel=1e-6)
+    found = load_full_state_dict(saved)
+    for name, expected in trained.state_dict().items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)

@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from secc.errors import UserError
-from secc.runtime.model.user_file import load_model_file
-from secc.runtime.parameters.checkpoint import load_full_state_dict
 from secc.runtime.plan.schema import Plan
-from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
+from tests.e2e.harness import assert_same_training, compile_and_write, run_plan_ranks
 from tests.e2e.reference_runs import MODELS_FOLDER
-from tools.train_plain import train_model
 
 MODEL = MODELS_FOLDER / "one_rate_for_all.py"
 GLOBAL_BATCH = 12
@@ -35,7 +31,7 @@ def test_sections_share_the_ranks_of_a_coupled_optimizer(tmp_path: Path) -> None
     assert [s.name for s in plan.sections] == ["tower", "text"]
     assert len({s.mesh.ranks for s in plan.sections}) == 1
     assert any("every rank that trains has all trained parameters" in n for n in plan.checks["notes"])
-    compare_with_one_process(MODEL, tmp_path)
+    assert_same_training(MODEL, tmp_path, 2, GLOBAL_BATCH)
 
 
 @pytest.mark.gloo
@@ -48,18 +44,7 @@ def test_options_that_depend_on_a_parameters_place_are_those_of_one_process(tmp_
         "    return torch.optim.SGD(groups)\n"
     )
     compile_sections(model, tmp_path / "plan", strategy="apart")
-    compare_with_one_process(model, tmp_path)
-
-
-def compare_with_one_process(model: Path, folder: Path) -> None:
-    """Runs the plan in `folder` for three steps. Raises AssertionError where losses or weights differ."""
-    arguments = ["--steps", "3", "--log-dir", str(folder), "--save", str(folder / "saved")]
-    run_plan_ranks(folder / "plan", 2, arguments)
-    trained, losses = train_model(load_model_file(model), 3, GLOBAL_BATCH)
-    assert [m["loss"] for m in read_metrics(folder)] == pytest.approx(losses, rel=1e-6)
-    found = load_full_state_dict(folder / "saved")
-    for name, expected in trained.state_dict().items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+    assert_same_training(model, tmp_path, 2, GLOBAL_BATCH)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def _run_blocks(
     paths = {block: path for path, block in function_blocks_of(model).items()}
     values = dict[BlockScalar, float]()
 
-    def call(block: FunctionBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_and_add(block: FunctionBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = block.call_directly(args, kwargs)
         for scalar in wanted:
             if scalar[0] == paths[block]:
@@ -92,6 +92,6 @@ def _run_blocks(
                 values[scalar] = values.get(scalar, 0.0) + float(number)
         return result
 
-    with torch.no_grad(), intercepted_functions(model, call):
+    with torch.no_grad(), intercepted_functions(model, run_and_add):
         model(**unflatten_batch(user.collate(samples)))
     return values

@@ -53,12 +53,12 @@ def test_pins_and_limits_that_make_the_step_no_shorter_stay(monkeypatch: pytest.
     assert enlarge_micro_batches(evaluator, won, ranks, parse_pins(["lm.micro_batch=1"], ["lm"])) is None
     step = PlanEvaluator.evaluate_batch
 
-    def longer(
+    def evaluate_as_longer(
         self: PlanEvaluator, a: Assignment, ranks: GroupRanks, index: int = 0, *, soon: bool = False
     ) -> Evaluation:
         found = step(self, a, ranks, index, soon=soon)
         size = self.problem.sections["lm"][a.choice["lm"]].micro_batch
         return replace(found, time_ns=won.evaluation.time_ns + size)
 
-    monkeypatch.setattr(PlanEvaluator, "evaluate_batch", longer)
+    monkeypatch.setattr(PlanEvaluator, "evaluate_batch", evaluate_as_longer)
     assert enlarge_micro_batches(evaluator, won, ranks, Pins()) is None

@@ -43,17 +43,17 @@ def test_other_stages_of_the_best_plan_are_tried_on_as_many_ranks(monkeypatch: p
     steps = [evaluator.evaluate(a, hand_out_ranks(asked, a)).time_ns for a in (two, one)]
     assert steps[1] < steps[0]
 
-    def refined() -> RefinedPlan:
+    def refine_plan() -> RefinedPlan:
         return refine_by_simulation(evaluator, asked, two, lambda a: hand_out_ranks(asked, a), 0.0)
 
     monkeypatch.setattr(local_search, "MAX_EVALUATED_PLANS", 0)
     monkeypatch.setattr(local_search, "MOST_LIGHTER_PLANS", 0)
     monkeypatch.setattr(local_search, "start_plans", lambda *_: [])
     monkeypatch.setattr(_LocalSearch, "_shorten_waits", lambda _, a: a)
-    found = refined()
+    found = refine_plan()
     assert found.assignment.choice == one.choice and found.evaluation.time_ns == steps[1]
     monkeypatch.setattr(local_search, "CLOSED_FORM_MARGIN", -1)  # closed forms put all others too far behind
-    assert refined().assignment.choice == two.choice
+    assert refine_plan().assignment.choice == two.choice
 
 
 @pytest.mark.parametrize("pins", [("lm.pp=1",), ("lm.pp=2",), ("lm.pp=2", "lm.backward=split")])

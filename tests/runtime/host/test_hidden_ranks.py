@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from secc.runtime.host.hidden_ranks import hidden_process_group, hidden_ranks, tell_hidden_groups
+from secc.runtime.host.hidden_ranks import hidden_process_group, hidden_ranks, make_groups_hideable
 
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    tell_hidden_groups()
+    make_groups_hideable()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=9))
     yield
