@@ -21,7 +21,7 @@ from secc.driver.edge_fills import PaddingSeen, describe_varying, find_block_pad
 from secc.driver.global_switches import GlobalSwitch, find_global_switch
 from secc.driver.kept_state import refuse_kept_state
 from secc.driver.optional_inputs import ChangingInput, find_changing_input
-from secc.driver.python_draws import GeneratorStates, draws_error
+from secc.driver.python_draws import GeneratorStates, draws_error, naming_draws
 from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
@@ -88,6 +88,7 @@ class PatternCheck:
 
 
 @slow_gc()
+@naming_draws()
 def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledPlan:
     """Returns the plan with the results of the comparison in `checks`.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from secc.errors import UserError
 
@@ -35,6 +37,18 @@ def name_draws(error: UserError, source: str) -> None:
     if source and source not in error.message:
         error.message += f"; forward draws random numbers from {source}, and may change from call to call"
         error.remedy = f"{REMEDY}; or else {error.remedy}" if error.remedy else REMEDY
+
+
+@contextmanager
+def naming_draws() -> Iterator[None]:
+    """Context manager that adds draws inside it, if any, to the message of a UserError that leaves it. Two
+    results may agree by chance where draws are looked for, and differ later."""
+    states = GeneratorStates()
+    try:
+        yield
+    except UserError as error:
+        name_draws(error, states.find_source())
+        raise
 
 
 def _numpy_state() -> tuple[object, ...]:
