@@ -110,6 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from secc.runtime.host.output_streams import open_closed_streams
 
     open_closed_streams()
+    # Threads of PyTorch that wait for each other would otherwise keep their cores busy, and a command would
+    # take several times as long on a busy machine. It is read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app(args=None if arguments is None else list(arguments), prog_name="secc")
     except UserError as error:

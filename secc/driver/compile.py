@@ -79,6 +79,7 @@ from secc.ir.dialect.ops import WHOLE_ATTRIBUTE, GraphOp, graph_of
 from secc.passes.allocate import Allocate
 from secc.passes.fusion.fuse_when import reason_not_to_fuse
 from secc.runtime.fusion.install import installed_temporarily
+from secc.runtime.host.cpu_threads import limit_threads, restore_threads
 from secc.runtime.host.gc_control import pause_gc, slow_gc
 from secc.runtime.model import imported_code
 from secc.runtime.model.meta_build import build_meta_model
@@ -182,6 +183,7 @@ class _StepClock:
 
 
 @slow_gc()
+@restore_threads()
 def compile_model(
     path: str | Path, options: CompileOptions, progress: Callable[[str], None] | None = None
 ) -> CompiledPlan:
@@ -195,6 +197,7 @@ def compile_model(
     states = GeneratorStates()
     user, meta, ref, survey, inputs, capture = load_and_capture(path, options, clock.measure)
     drawn_from = states.find_source()
+    limit_threads(meta)
     with clock.measure("build the model here"):
         model = _build_model_if_small(user, meta, options.small)
     with clock.measure("compare widths"):

@@ -31,6 +31,7 @@ from secc.frontend.tp_search.token_mixing import find_coupled_blocks, find_token
 from secc.ir.dialect.ops import ParamOp, PlacedRowsOp
 from secc.ir.text_io.verifier import source_line
 from secc.runtime.data.sample_metadata import check_placed_rows, find_placed_rows
+from secc.runtime.host.cpu_threads import limit_threads, restore_threads
 from secc.runtime.host.gc_control import slow_gc
 from secc.runtime.model.source_lines import error_source_line, forward_source_line
 from secc.runtime.plan.batch_sizes import read_symbol_sizes
@@ -89,6 +90,7 @@ class PatternCheck:
 
 @slow_gc()
 @naming_draws()
+@restore_threads()
 def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledPlan:
     """Returns the plan with the results of the comparison in `checks`.
 
@@ -105,6 +107,7 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
         if known := [name for name, found in padding.items() if found.is_constant]:
             checks["padding_seen"] = known
         return _add_checks(with_fills(compiled, padding), checks)
+    limit_threads(compiled.model)
     model, compared = compiled.model, _check_drawn_rows(compiled)
     padding = find_padding(compared)
     compiled, compared = with_fills(compiled, padding), with_fills(compared, padding)
