@@ -37,6 +37,8 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
 
 @cache
 def _may_draw(func: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload):  # operator.getitem, for one of several results
+        return False
     return torch.Tag.nondeterministic_seeded in func.tags or _schema_name(func) in _UNTAGGED_RANDOM_OPS
 
 

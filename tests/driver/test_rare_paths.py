@@ -28,7 +28,7 @@ class Model(nn.Module):
             x = x.index_add(0, rows, self.sound(sound)[:, None].expand(-1, x.shape[1], -1))
         scores = self.head(x)
         loss = F.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), ignore_index=0)
-        if (ids == 47).any():
+        if CONDITION:
             RARE
         return loss
 
@@ -64,14 +64,17 @@ def collate(samples):
 """
 
 
-def check(rare: str, tmp_path: Path) -> CompiledPlan:
-    (tmp_path / "model.py").write_text(MODEL.replace("RARE", rare))
+RARE_TERM = "loss = loss + scores[ids == 47].pow(2).sum() / (ids != 0).sum()"
+
+
+def check(rare: str, tmp_path: Path, condition: str = "(ids == 47).any()") -> CompiledPlan:
+    (tmp_path / "model.py").write_text(MODEL.replace("RARE", rare).replace("CONDITION", condition))
     options = CompileOptions(cluster="local:2", global_batch=12)
     return check_exactness(compile_model(tmp_path / "model.py", options), required=True)
 
 
 def test_a_path_that_one_drawn_sample_takes_is_a_case_of_every_pattern(tmp_path: Path) -> None:
-    made = check("loss = loss + scores[ids == 47].pow(2).sum() / (ids != 0).sum()", tmp_path)
+    made = check(RARE_TERM, tmp_path)
     assert all(p["exact"] for p in made.plan.checks["patterns"])
     conditions = [
         (case.pattern, guard.meta["read"][1])
@@ -92,3 +95,8 @@ def test_a_rare_path_that_reads_a_result_takes_the_whole_batch(tmp_path: Path) -
     made = check("loss = loss * scores.max().item()", tmp_path)
     assert any(s.whole_batch for s in made.plan.sections)
     assert all(p["exact"] and p["samples"] == 8 for p in made.plan.checks["patterns"])  # with the rare one
+
+
+def test_a_condition_on_one_of_the_results_of_an_op_is_tried_on_every_sample(tmp_path: Path) -> None:
+    made = check(RARE_TERM, tmp_path, condition="torch.max(ids, 1)[0].max() == 47")
+    assert all(p["exact"] for p in made.plan.checks["patterns"])
