@@ -28,25 +28,17 @@ def batch_norms_of_one(device: torch.device) -> Iterator[None]:
     def batch_norm(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if input.shape[0] != 1 or type(input) is not torch.Tensor or not torch.is_grad_enabled():
             return compute(input, *args, **kwargs)
-        return _RowMajorGradient.apply(compute(_to_row_major(input), *args, **kwargs))
+        result = compute(_to_row_major(input), *args, **kwargs)
+        if result.requires_grad:
+            # Before a ReLU in place, too: a hook gets the gradient of the tensor as it was when it was added.
+            result.register_hook(_to_row_major)
+        return result
 
     F.batch_norm = batch_norm
     try:
         yield
     finally:
         F.batch_norm = compute
-
-
-class _RowMajorGradient(torch.autograd.Function):
-    """The identity. Its gradient has the strides of a new tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return _to_row_major(gradients[0])
 
 
 def _to_row_major(x: torch.Tensor) -> torch.Tensor:

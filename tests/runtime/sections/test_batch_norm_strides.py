@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,9 +20,13 @@ ORDERS = {
 }
 
 
+@pytest.mark.parametrize("follows", [lambda x: x, F.relu_, lambda x: x.unsqueeze(0).mul_(2)[0]])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(("of_input", "of_gradient"), list(itertools.product(ORDERS, ORDERS)))
-def test_gradients_do_not_depend_on_strides(of_input: str, of_gradient: str, training: bool) -> None:
+def test_gradients_do_not_depend_on_strides(
+    of_input: str, of_gradient: str, training: bool, follows: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Also where what follows the norm changes its result in place."""
     torch.manual_seed(0)
     norm = nn.BatchNorm2d(8, track_running_stats=not training).train(training)
     x, gradient = torch.randn(1, 8, 4, 4), torch.randn(1, 8, 4, 4)
@@ -29,7 +34,7 @@ def test_gradients_do_not_depend_on_strides(of_input: str, of_gradient: str, tra
     def compute(x: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
         leaf = x.detach().requires_grad_()
         with batch_norms_of_one(CPU):
-            result = norm(leaf)
+            result = follows(norm(leaf))
             return [result, *torch.autograd.grad(result, (leaf, *norm.parameters()), gradient)]
 
     expected = compute(x, gradient)
