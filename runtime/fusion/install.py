@@ -73,7 +73,7 @@ def rewrites_installed_in(module: nn.Module) -> dict[str, tuple[str, ...]]:
 def read_fused_source(directory: Path) -> str:
     """Returns the text of a plan's fused.py, "" if it has none."""
     path = directory / FUSED_FILE
-    return path.read_text() if path.exists() else ""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def _replacements(

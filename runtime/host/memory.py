@@ -16,9 +16,11 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
     says."""
     left = float("inf")
     with suppress(OSError, ValueError, IndexError):
-        lines = (proc / "meminfo").read_text().splitlines()
+        lines = (proc / "meminfo").read_text(encoding="utf-8").splitlines()
         left = next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     for limit, used in _CGROUP_FILES:
         with suppress(OSError, ValueError):  # "max" is no limit
-            left = min(left, int((cgroup / limit).read_text()) - int((cgroup / used).read_text()))
+            left = min(
+                left, int((cgroup / limit).read_text(encoding="utf-8")) - int((cgroup / used).read_text())
+            )
     return left

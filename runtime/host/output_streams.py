@@ -29,6 +29,12 @@ def open_closed_streams() -> None:
             setattr(sys, f"__{name}__", stream)
 
 
+def replace_unencodable_output() -> None:
+    """Lets standard output print a question mark for each character that its encoding lacks."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def drop_unwritable_output(names: Iterable[str]) -> None:
     """Replaces standard streams by ones that drop what cannot be written; leaves streams alone that are not
     the process's own, such as a notebook's."""

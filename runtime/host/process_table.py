@@ -21,7 +21,7 @@ def process_state(pid: int) -> str:
 def process_name(pid: int) -> str:
     """Returns the name of a process in lists of processes; "" if it is gone."""
     with suppress(OSError):
-        return (_PROC / str(pid) / "comm").read_text().strip()
+        return (_PROC / str(pid) / "comm").read_text(encoding="utf-8").strip()
     return ""
 
 
@@ -60,6 +60,6 @@ class StoppedProcesses:
 def _stat_fields(pid: int) -> list[str]:
     """Returns the fields of a process from its state on; [] if it is gone."""
     try:
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return (_PROC / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return []

@@ -97,7 +97,7 @@ def measured_launches() -> dict[str, LaunchParameters]:
     """Returns measured parameters, read once from the cache file; an unreadable file counts as empty."""
     path = cache_path()
     try:
-        entries = json.loads(path.read_text()) if path is not None else {}
+        entries = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
         return {key: LaunchParameters(**entry) for key, entry in entries.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

@@ -121,7 +121,7 @@ def _without_pretrained_weights(user: UserModel) -> Generator[None]:
     """Build Hugging Face models from their configuration: no checkpoint is read and no initialisation
     computed."""
     with ExitStack() as stack:
-        if "transformers" in sys.modules or "transformers" in user.path.read_text():
+        if "transformers" in sys.modules or "transformers" in user.path.read_text(encoding="utf-8"):
             base = importlib.import_module("transformers.modeling_utils").PreTrainedModel
             stack.enter_context(mock.patch.object(base, "from_pretrained", classmethod(_build_from_config)))
             stack.enter_context(

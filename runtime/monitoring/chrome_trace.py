@@ -133,7 +133,9 @@ class ChromeTrace:
 def merge_rank_parts(path: Path, world_size: int) -> None:
     """Joins the ranks' parts next to `path` into one Chrome trace and deletes them."""
     parts = [_rank_part_path(path, rank) for rank in range(world_size)]
-    events = [event for part in parts if part.exists() for event in json.loads(part.read_text())]
+    events = [
+        event for part in parts if part.exists() for event in json.loads(part.read_text(encoding="utf-8"))
+    ]
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     os.replace(scratch, path)
@@ -158,7 +160,7 @@ def _agree_on_zero(device: torch.device) -> int:
 def _host_id() -> int:
     """Returns a number that identifies the running machine (its boot)."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
     except OSError:
         boot = os.uname().nodename
     return int.from_bytes(boot.encode()[:7], "little")

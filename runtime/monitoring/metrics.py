@@ -35,7 +35,7 @@ def find_lost_steps(directory: Path, checkpoint_step: int) -> tuple[int, float]:
     the step of a checkpoint."""
     count, seconds = 0, 0.0
     try:
-        lines = (directory / METRICS_FILE).read_text().splitlines()
+        lines = (directory / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return 0, 0.0
     for line in reversed(lines):

@@ -38,7 +38,7 @@ def _process_age_s() -> float:
     """Returns the seconds since this process was started; 0 where the system does not say."""
     try:
         # The 22nd field, in clock ticks since boot; the second one, a name in parentheses, may have blanks.
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0

@@ -61,7 +61,7 @@ def load_user_model(plan: Plan, directory: Path) -> UserModel:
         ) from None
     if hashlib.sha256(text).hexdigest() != plan.model.sha256:
         copy = directory / MODEL_FILE_COPY
-        before = copy.read_text() if copy.exists() else ""
+        before = copy.read_text(encoding="utf-8") if copy.exists() else ""
         raise _model_changed_error(
             "the model file has changed since the plan was made",
             path,
@@ -96,7 +96,7 @@ def _check_imported_code(plan: Plan, directory: Path, model_file: Path, is_loade
         text = path.read_bytes()
         if hashlib.sha256(text).hexdigest() != digest:
             copy = directory / imported_file_copy(name)
-            before = copy.read_text() if copy.exists() else ""
+            before = copy.read_text(encoding="utf-8") if copy.exists() else ""
             raise _model_changed_error(
                 f"the module {name}, which the model file imports, has changed since the plan was made",
                 path,

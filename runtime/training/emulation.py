@@ -78,7 +78,7 @@ def table_to_json(table: EmulationTable) -> str:
 def read_table(path: Path) -> EmulationTable:
     """Reads a table. Raises UserError for a malformed file."""
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
         reductions = tuple(
             TimedReduction(
                 tuple(r["sections"]),
@@ -130,7 +130,7 @@ def emulate_rank(directory: Path, options: RunOptions) -> None:
                     "tokens": batch.tokens,
                     "step_time_s": (now - since) / 1e9,
                 }
-                with (context.log_dir / EMULATION_FILE).open("a") as file:
+                with (context.log_dir / EMULATION_FILE).open("a", encoding="utf-8") as file:
                     file.write(
                         json.dumps(entry | {"program_s": program_ns / 1e9, "scale": table.scale}) + "\n"
                     )

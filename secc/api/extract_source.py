@@ -126,7 +126,7 @@ def _main_sources() -> Iterator[tuple[str, str]]:
         for number, cell in enumerate(cells):
             yield transform(str(cell)), f"cell {number}"
     elif file is not None and Path(file).exists():
-        yield Path(file).read_text(), str(file)
+        yield Path(file).read_text(encoding="utf-8"), str(file)
     else:
         raise UserError("the source of these functions is not available", remedy=_REMEDY)
 

@@ -40,8 +40,8 @@ class Model:
             folder.mkdir(mode=0o700, exist_ok=True)
             file = folder / f"model_{digest}.py"
         self.path = Path(file)
-        if not self.path.exists() or self.path.read_text() != text:
-            self.path.write_text(text)
+        if not self.path.exists() or self.path.read_text(encoding="utf-8") != text:
+            self.path.write_text(text, encoding="utf-8")
 
     def __repr__(self) -> str:
         return f"secc.load({str(self.path)!r})"

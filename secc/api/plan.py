@@ -143,7 +143,7 @@ class Plan:
 
     def _launch(self, command: str, logs: Path, options: Mapping[str, object]) -> RunResult:
         file = logs / "metrics.jsonl"
-        before = len(file.read_text().splitlines()) if file.exists() else 0
+        before = len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
         arguments = [command, str(self.path), "--log-dir", str(logs), *option_arguments(options)]
         # A process of its own: torchrun's agent installs signal handlers and needs the main thread. Its
         # output is passed on line by line, because a notebook shows what Python writes only.
@@ -169,7 +169,7 @@ class Plan:
             raise UserError(message)
         if process.returncode:
             raise RuntimeError(f"secc {command} ended with exit code {process.returncode}; see its output")
-        lines = [json.loads(line) for line in file.read_text().splitlines()[before:]]
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[before:]]
         return make_run_result(logs, lines)
 
 

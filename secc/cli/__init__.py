@@ -107,9 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. arguments: of this process by default. Exits with code 2 and one message for bad
     input."""
     from secc.errors import UserError
-    from secc.runtime.host.output_streams import open_closed_streams
+    from secc.runtime.host.output_streams import open_closed_streams, replace_unencodable_output
 
     open_closed_streams()
+    replace_unencodable_output()
     # Threads of PyTorch that wait for each other would otherwise keep their cores busy, and a command would
     # take several times as long on a busy machine. It is read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

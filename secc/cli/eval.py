@@ -51,7 +51,7 @@ def command(
     logs = (plan / "logs" if log_dir is None else parse_path(log_dir, "--log-dir")).absolute()
     metrics = logs / "metrics.jsonl"
     try:
-        before = len(metrics.read_text().splitlines())
+        before = len(metrics.read_text(encoding="utf-8").splitlines())
     except OSError:  # there is none, or the run says why it cannot write there
         before = 0
     arguments = ["--log-dir", str(logs), "--eval-only", "ema" if ema else "trained"]
@@ -62,7 +62,7 @@ def command(
         code = _generate_samples(plan, logs, resume, ema)
     if code:
         raise typer.Exit(code)
-    results = [_parse_line(line) for line in metrics.read_text().splitlines()[before:]]
+    results = [_parse_line(line) for line in metrics.read_text(encoding="utf-8").splitlines()[before:]]
     if json:
         print_json(results)
         return
@@ -84,7 +84,7 @@ def _generate_samples(directory: Path, logs: Path, checkpoint: Path, averaged: b
     from secc.runtime.plan.plan_file import load_plan
     from secc.runtime.training.generation import FUNCTION
 
-    if FUNCTION not in (directory / load_plan(directory).model.path).read_text():
+    if FUNCTION not in (directory / load_plan(directory).model.path).read_text(encoding="utf-8"):
         return 0
     command = [sys.executable, "-m", "secc.runtime.training.generation", str(directory), str(logs)]
     command += ["--checkpoint", str(checkpoint)] + ["--averaged"] * averaged

@@ -87,6 +87,6 @@ def _write_result(result: str, output: Path | None) -> None:
         sys.stdout.write(result)
         return
     try:
-        output.write_text(result)
+        output.write_text(result, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write the file: {error.strerror}", str(output)) from None

@@ -52,7 +52,7 @@ def command(
             profile = profile_model(model, small, sizes, repeat, show, ranks)
             shown, tables, text = profile.as_dict(), profile.to_tables(), profile.costs.to_json()
     if output is not None:
-        output.write_text(text)
+        output.write_text(text, encoding="utf-8")
     if json:
         print_json(shown)
         return

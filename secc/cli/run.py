@@ -120,7 +120,7 @@ def _replan_for_ranks(directory: Path, ranks: int) -> Path:
 def _last_metrics(path: Path) -> object:
     import json
 
-    lines = map(json.loads, reversed(path.read_text().splitlines()))
+    lines = map(json.loads, reversed(path.read_text(encoding="utf-8").splitlines()))
     return next(line for line in lines if "eval" not in line)
 
 
@@ -151,7 +151,7 @@ def _run_emulated(directory: Path, logs: Path, arguments: list[str], scale: floa
     code = run_plan(directory, [*arguments, "--log-dir", str(logs), "--emulate", str(times)])
     if code:
         return code
-    count = len((logs / EMULATION_FILE).read_text().splitlines())
+    count = len((logs / EMULATION_FILE).read_text(encoding="utf-8").splitlines())
     batches = list(
         islice(load_global_batches(directory, plan, options.seed or 0, options.shuffle, count), count)
     )

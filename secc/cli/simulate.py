@@ -114,7 +114,8 @@ def _write_outputs(
             trace.write_text(json.dumps(make_chrome_trace(list(simulated))))
         if draw is not None:
             draw.write_text(
-                render_svg(simulated[0]) if draw.suffix == ".svg" else render_html_page(simulated[0], first)
+                render_svg(simulated[0]) if draw.suffix == ".svg" else render_html_page(simulated[0], first),
+                encoding="utf-8",
             )
     except OSError as error:
         raise UserError(

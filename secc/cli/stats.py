@@ -44,7 +44,7 @@ def command(
     text = statistics.statistics_to_json(inputs)
     if output is not None:
         try:
-            output.write_text(text)
+            output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(
                 f"cannot write the file: {error.strerror}", str(output), "name a file in a folder that exists"

@@ -139,7 +139,12 @@ class CompiledPlan:
             if (path := imported_code.find_module_file(name)) is not None
         }
         files = build_plan_files(
-            plan, self.module, self.dumps, self.constants, self.user.path.read_text(), page(plan)
+            plan,
+            self.module,
+            self.dumps,
+            self.constants,
+            self.user.path.read_text(encoding="utf-8"),
+            page(plan),
         )
         if (code := plan_origin.sign_plan(plan_schema.plan_to_json(plan))) is not None:
             files[plan_origin.ORIGIN_FILE] = code

@@ -52,14 +52,14 @@ def replan_for_ranks(directory: Path, ranks: int) -> Path:
     new, module, done_dumps = edge_fills.set_fills(new, module, run.dumps, edge_fills.carry_fills(plan, new))
     constants = _read_constants(directory)
     dumps = [(path.stem.partition("-")[2], read_text(path)) for path in before] + done_dumps
-    source = (directory / MODEL_FILE_COPY).read_text()
+    source = (directory / MODEL_FILE_COPY).read_text(encoding="utf-8")
     try:
         files = build_plan_files(new, module, dumps, constants, source, report_page(new))
     except KeyError as error:
         message = f"the plan lacks the constant {error.args[0]!r} that a plan for {ranks} ranks reads"
         raise UserError(message, str(directory / _CONSTANTS_FILE), "compile again for fewer ranks") from None
     for name in plan.model.imports:
-        files[imported_file_copy(name)] = (directory / imported_file_copy(name)).read_text()
+        files[imported_file_copy(name)] = (directory / imported_file_copy(name)).read_text(encoding="utf-8")
     write_plan_files(output, files)
     return output
 

@@ -86,5 +86,7 @@ def train_plan(plan: Path, ranks: int, steps: int, log_dir: Path, arguments: Seq
 
 def read_step_times(log_dir: Path, ranks: int) -> StepTimes:
     """Read the files that the ranks of a run left in its log directory."""
-    by_rank = [json.loads((log_dir / f"steps_{rank}.json").read_text()) for rank in range(ranks)]
+    by_rank = [
+        json.loads((log_dir / f"steps_{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)
+    ]
     return StepTimes([seconds for seconds, _ in by_rank[0]], [[ns for _, ns in steps] for steps in by_rank])

@@ -59,7 +59,9 @@ def measure_overheads(model: Path, ranks: int, costs: Path, gauge_ns: int = 0) -
         step_times = train_plan(
             plan, compiled.plan.world_size, PROFILED_STEPS, Path(folder), ["--trace", str(trace)]
         )
-        overheads = overheads_from_trace(json.loads(trace.read_text())["traceEvents"], compiled.plan)
+        overheads = overheads_from_trace(
+            json.loads(trace.read_text(encoding="utf-8"))["traceEvents"], compiled.plan
+        )
         run_gauge_ns = step_times.mean_gauge_ns(WARMUP_STEPS) or gauge_ns or 1
         return scale_overheads(overheads, gauge_ns / run_gauge_ns or 1.0)
 

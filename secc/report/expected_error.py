@@ -60,7 +60,7 @@ class ExpectedError:
 @cache
 def _published_ratios() -> tuple[tuple[LayoutTraits, float], ...]:
     """(traits, predicted over measured seconds) of each published layout."""
-    entries = json.loads(ERRORS_FILE.read_text())["layouts"]
+    entries = json.loads(ERRORS_FILE.read_text(encoding="utf-8"))["layouts"]
     return tuple(
         (layout_traits(kind, tp, pp, sharding, recompute), ratio)
         for kind, tp, pp, sharding, recompute, ratio in entries

@@ -44,9 +44,9 @@ def compare_emulated_steps(
     real, before its program starts.
     """
     overheads = Traffic(plan).overheads
-    lines = [json.loads(line) for line in (log_dir / EMULATION_FILE).read_text().splitlines()][
-        -len(batches) :
-    ]
+    lines = [
+        json.loads(line) for line in (log_dir / EMULATION_FILE).read_text(encoding="utf-8").splitlines()
+    ][-len(batches) :]
     for logged, (samples, programs) in zip(lines, consecutive_steps(plan, batches, order), strict=True):
         sample_count = len(samples) if programs.own_samples is None else programs.own_samples
         simulated = simulate(plan, samples, programs).end - overheads.step_ns(sample_count)
