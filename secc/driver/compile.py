@@ -411,7 +411,8 @@ def optimizer_limits(user: UserModel, meta: nn.Module) -> dict[str, str]:
     unshardable: replicas may not have parts of parameters (ZeRO, tp). coupled: ranks may not have some of the
     trained parameters only. unprobed: the latter is not known, since this machine cannot try the optimizer.
 
-    Raises UserError if optimizer() returns no optimizer. Where it raises, this machine may be the cause.
+    Raises UserError if optimizer() returns no optimizer, or takes pairs of names and parameters for
+    parameters. Where it raises otherwise, this machine may be the cause.
     """
     trained = [(name, p) for name, p in meta.named_parameters() if p.requires_grad]
     if not trained:
@@ -419,7 +420,7 @@ def optimizer_limits(user: UserModel, meta: nn.Module) -> dict[str, str]:
     try:
         optimizer = user.build_optimizer(trained)
     except UserError as error:
-        if error.__cause__ is None:
+        if error.__cause__ is None or _takes_bare_parameters(user, trained):
             raise
         reason = f"optimizer() fails on this machine: {error.message}"
         return {"unshardable": reason, "unprobed": reason}
@@ -430,6 +431,15 @@ def optimizer_limits(user: UserModel, meta: nn.Module) -> dict[str, str]:
     except CannotProbe as error:
         limits["unprobed"] = str(error)
     return {name: reason for name, reason in limits.items() if reason}
+
+
+def _takes_bare_parameters(user: UserModel, trained: Sequence[tuple[str, nn.Parameter]]) -> bool:
+    """Whether the user's optimizer(), which fails with (name, parameter) pairs, works with parameters."""
+    try:
+        user.call_function("optimizer", [p for _, p in trained])
+    except UserError:
+        return False
+    return True
 
 
 def _describe_with_or_without_crops(

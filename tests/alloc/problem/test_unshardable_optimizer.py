@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from secc.driver.compile import optimizer_limits
+from secc.errors import UserError
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.user_file import load_model_file
 
@@ -47,3 +48,12 @@ def test_the_users_optimizer_is_probed_without_weights(
     user = load_model_file(path)
     found = optimizer_limits(user, build_meta_model(user)).get("unshardable", "")
     assert found.startswith(reason) and bool(found) == bool(reason)
+
+
+def test_an_optimizer_that_takes_pairs_for_parameters_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.format(optimizer="torch.optim.SGD([p for p in params if p.ndim > 1])", frozen=""))
+    user = load_model_file(path)
+    with pytest.raises(UserError, match="'tuple' object has no attribute 'ndim'") as error:
+        optimizer_limits(user, build_meta_model(user))
+    assert error.value.where.endswith("model.py:12") and "(name, parameter) pairs" in error.value.remedy
