@@ -16,7 +16,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
+from secc.runtime.randomness.random_op_values import is_random
 from secc.runtime.recorder.block_results import new_fake_tensor
+from secc.runtime.recorder.drawn_values import drawn_with_seed
 from secc.runtime.recorder.glue_ops import FailCallback, GlueRecorder, OpExecutor
 from secc.runtime.recorder.graph_tape import MOMENT_KEYS, NodeMeta, Tape
 from secc.runtime.recorder.interception import OpInterceptor
@@ -33,11 +35,16 @@ def has_mutations(graph: fx.Graph) -> bool:
 
 
 def functionalise_tape(
-    tape: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: FailCallback
+    tape: Tape,
+    values: Callable[[fx.Node], torch.Tensor],
+    mode: FakeTensorMode,
+    fail: FailCallback,
+    follows_draws: bool = False,
 ) -> Tape:
     """Return a tape with the same glue and no writes. `values` gives the tensor of a placeholder or
-    `get_attr` node as it was before the recording, in the shape that the node has on the tape."""
-    return _Functionaliser(tape, values, mode, fail).run()
+    `get_attr` node as it was before the recording, in the shape that the node has on the tape. With
+    `follows_draws`, masks that forward draws may select rows."""
+    return _Functionaliser(tape, values, mode, fail, follows_draws).run()
 
 
 def _op_without_write(node: fx.Node) -> Any:
@@ -67,7 +74,12 @@ class _Functionaliser:
     paused = False
 
     def __init__(
-        self, old: Tape, values: Callable[[fx.Node], torch.Tensor], mode: FakeTensorMode, fail: FailCallback
+        self,
+        old: Tape,
+        values: Callable[[fx.Node], torch.Tensor],
+        mode: FakeTensorMode,
+        fail: FailCallback,
+        follows_draws: bool,
     ) -> None:
         self._graph, self._values, self._mode = old.graph, values, mode
         self._meta: NodeMeta = {}
@@ -75,7 +87,8 @@ class _Functionaliser:
         self._values_by_node: dict[fx.Node, Any] = {}
         self._gradient_carriers: set[Any] = set()  # nodes that have a value with a gradient
         self.tape = old.make_successor(lambda: dict(self._meta))
-        self._glue = GlueRecorder(self.tape, OpExecutor(mode, fail), fail, sizes=False)
+        self._executor = OpExecutor(mode, fail, follows_draws)
+        self._glue = GlueRecorder(self.tape, self._executor, fail, sizes=False)
 
     def on_glue_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record an op that functionalisation asks for. Its own bookkeeping makes shallow copies, which
@@ -83,8 +96,14 @@ class _Functionaliser:
         if func is torch.ops.aten.detach.default and not self._detaching:
             out = func(*args)
             self.tape.bind_tensor(out, self.tape.node_of(args[0]))
+            self._executor.adopt_draw(out, args[0])
             return out
-        return self._glue.run_op(func, args, kwargs)
+        if not is_random(func, args, kwargs) or "draw_number" not in self._meta:
+            return self._glue.run_op(func, args, kwargs)
+        with drawn_with_seed(self._meta["draw_number"]):
+            out = self._glue.run_op(func, args, kwargs)
+        self._executor.mark_drawn(out if isinstance(out, torch.Tensor) else out[0])
+        return out
 
     def on_block_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that makes the tensor of a placeholder or parameter."""
@@ -97,7 +116,7 @@ class _Functionaliser:
                 for node in self._graph.nodes:
                     self._meta = {
                         k: node.meta.get(k)
-                        for k in (*MOMENT_KEYS, "draw", "reads", "settings", "site")
+                        for k in (*MOMENT_KEYS, "draw", "draw_number", "reads", "settings", "site")
                         if k in MOMENT_KEYS or k in node.meta
                     }
                     self._values_by_node[node] = self._replay_node(node)

@@ -2,7 +2,7 @@
 
 Two things need care. A real tensor that a block's values are written into (`buffer[mask] = features`) has no
 known values from then on, and neither has any view of it. And `fake[mask]` has no shape under fake tensors,
-but a mask made of inputs has values that give it one.
+but a mask made of inputs has values that give it one, and so has a mask that forward draws (`DrawnValues`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from secc.runtime.errors import UserError
 from secc.runtime.recorder import meta_rules
 from secc.runtime.recorder.block_results import is_fake
+from secc.runtime.recorder.drawn_values import DrawnValues
 from secc.runtime.recorder.finite_checks import decides_finiteness, find_passed_check
 from secc.runtime.recorder.graph_tape import Tape
 from secc.runtime.recorder.recording import BlockError, iter_nodes_behind, read_value
@@ -78,10 +79,11 @@ def written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 class OpExecutor:
     """Executes ops on real and fake tensors. `fail(message, remedy)` raises for ops that need values of a
-    block's result."""
+    block's result. With `follows_draws`, values that random numbers decide may decide a number of rows."""
 
-    def __init__(self, mode: FakeTensorMode, fail: FailCallback) -> None:
+    def __init__(self, mode: FakeTensorMode, fail: FailCallback, follows_draws: bool = False) -> None:
         self._mode, self._fail = mode, fail
+        self._drawn_values = DrawnValues() if follows_draws else None
         self._unknown_storages: dict[
             int, torch.UntypedStorage
         ] = {}  # storages with values that depend on blocks, by address of the handle
@@ -98,6 +100,17 @@ class OpExecutor:
             storage = tensor.untyped_storage()
             self._unknown_storages[storage._cdata] = storage
 
+    def mark_drawn(self, tensor: torch.Tensor) -> None:
+        """Mark the values of a tensor (any shape) as unknown that a random op has just drawn."""
+        if self._drawn_values is not None and not self.has_unknown_values(tensor):
+            self._drawn_values.keep(tensor, tensor.detach().clone())
+        self.mark_unknown(tensor)
+
+    def adopt_draw(self, copy: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Take what is known of a tensor that random numbers decide for a shallow copy of it."""
+        if self._drawn_values is not None and (value := self._drawn_values.find(tensor)) is not None:
+            self._drawn_values.keep(copy, value)
+
     def fake_if_unknown(self, value: Any) -> Any:
         """Return a fake tensor for one with unknown values; any other value as it is."""
         if isinstance(value, torch.Tensor) and not is_fake(value) and self.has_unknown_values(value):
@@ -113,6 +126,40 @@ class OpExecutor:
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Execute an op."""
+        drawn = self._drawn_values
+        if drawn is None:
+            return self._execute(func, args, kwargs)
+        values = drawn.find_arguments(func, args, kwargs, self.has_unknown_values)
+        if values is None:
+            for target in written_tensors(func, args, kwargs):
+                drawn.forget(target)
+        out = self._execute_with_drawn_rows(func, args, kwargs, values, drawn)
+        if values is not None:
+            drawn.follow(func, values, out)
+        return out
+
+    def _execute_with_drawn_rows(
+        self, func: Any, args: Any, kwargs: Any, values: tuple[Any, Any] | None, drawn: DrawnValues
+    ) -> Any:
+        """Execute an op. If drawn values decide how many rows its result has, the present ones do."""
+        if torch.Tag.dynamic_output_shape not in func.tags:
+            return self._execute(func, args, kwargs)
+        if func in (aten.index.Tensor, aten.masked_select.default):
+            found = pytree.tree_map(lambda a: _known_mask(a, drawn), args[1])
+            if all(
+                a is b for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(args[1]), strict=True)
+            ):
+                return self._execute(func, args, kwargs)
+            out = self._execute(func, (args[0], found), kwargs)
+        elif values is not None:
+            out = func(*values[0], **values[1])
+        else:
+            return self._execute(func, args, kwargs)
+        return pytree.tree_map(
+            lambda t: self._mode.from_tensor(t) if isinstance(t, torch.Tensor) and not is_fake(t) else t, out
+        )
+
+    def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = (
             pytree.tree_map(self.fake_if_unknown, (args, kwargs))
             if self._unknown_storages and not func._schema.is_mutable
@@ -191,6 +238,13 @@ def grouped_mm_result(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | Non
         else []
     )
     return (a if is_fake(a) else b).new_empty([*groups, a.shape[-2], b.shape[-1]], dtype=a.dtype)
+
+
+def _known_mask(index: Any, drawn: DrawnValues) -> Any:
+    """Return the values of a mask that is drawn; any other index as it is."""
+    is_mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+    value = drawn.find(index) if is_mask else None
+    return index if value is None else value
 
 
 def _mask_to_indices(index: torch.Tensor | None) -> list[torch.Tensor | None]:

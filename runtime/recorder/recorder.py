@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -54,6 +55,7 @@ from secc.runtime.recorder.block_results import (
     is_fake,
     is_large_input,
 )
+from secc.runtime.recorder.drawn_values import drawn_with_seed
 from secc.runtime.recorder.finalize import finalize_graph
 from secc.runtime.recorder.function_calls import record_function_apply
 from secc.runtime.recorder.functionalise import functionalise_tape, has_mutations
@@ -102,6 +104,7 @@ _NESTED_MESSAGE = "forward makes a nested tensor between its modules, which cann
 _NESTED_REMEDY = (
     "make and use it inside one nn.Module that takes lists or padded tensors and returns padded ones"
 )
+_DIGESTED_ENTRIES = 16  # of each input, which tell batches of the same sizes apart
 ResultShapeRules = Mapping[str, TensorShapes]
 NO_SHAPE_RULES: ResultShapeRules = {}
 
@@ -112,7 +115,8 @@ class Recorder:
     The model may be on the meta device; it is copied and never changed. With `keeps_scalars`, other scalars
     that forward returns are kept as well, and the tensors `kept_tensors` that it returns or gets;
     `found_scalars` says whether there were any. With `shows_placed_rows`, blocks that put rows in the places
-    of a mask are to be opened.
+    of a mask are to be opened. With `follows_draws`, masks that forward draws may select rows. On a rank, they
+    select other rows, so such a recording is not valid for a micro-batch.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
@@ -126,7 +130,7 @@ class Recorder:
         self._suggested_parts = set[str]()  # in place of blocks inside which a caller collects results
         self._growing_blocks = set[str]()  # blocks that add to lists or dicts of their callers
         self._opened_blocks = set[str]()  # blocks that hide what should be seen, which were opened
-        self.shows_placed_rows = False
+        self.shows_placed_rows = self.follows_draws = False
         self._uses_random_values = False  # whether a module runs with random values now
         self._origins = TensorOrigins(
             self._state, {t.untyped_storage()._cdata: n for n, t in self._tensors.items()}
@@ -209,9 +213,10 @@ class Recorder:
             "",
             set(),
         )  # the block that runs for its shapes, ids of arguments
-        self._executor = OpExecutor(self._mode, self._fail_in_running_block)
+        self._executor = OpExecutor(self._mode, self._fail_in_running_block, self.follows_draws)
         self._glue = GlueRecorder(self._tape, self._executor, self._fail_in_running_block)
         inputs = self._copy_inputs(batch)
+        self._draw_seed = _digest_batch(inputs)
         for name, tensor in nested_values.iter_batch_tensors(inputs):
             self._tape.bind_tensor(tensor, self._tape.head_node("placeholder", name, tensor))
         try:
@@ -368,7 +373,9 @@ class Recorder:
                 return inputs[name]
             return self._tape.constants[name].clone() if name in self._tape.constants else self._tensors[name]
 
-        return functionalise_tape(self._tape, value, self._mode, self._fail_in_running_block)
+        return functionalise_tape(
+            self._tape, value, self._mode, self._fail_in_running_block, self.follows_draws
+        )
 
     def _copy_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Copy the batch, so that forward may write into its tensors and one tensor may be passed twice."""
@@ -395,13 +402,15 @@ class Recorder:
             args, kwargs = nested_values.map_leaves(
                 (args, kwargs), lambda _, leaf: self._detach_if_frozen(leaf)
             )
-        out = self._glue.run_op(func, args, kwargs)
-        if is_random(func, args, kwargs):
-            first = out if isinstance(out, torch.Tensor) else out[0]
-            self._tape.node_of(first).meta["draw"] = self._note_random_op(
-                self._describe_random_op(func, first)
-            )
-            self._executor.mark_unknown(first)
+        if not is_random(func, args, kwargs):
+            return self._glue.run_op(func, args, kwargs)
+        number = self._draw_seed + len(self._draws)
+        with drawn_with_seed(number):
+            out = self._glue.run_op(func, args, kwargs)
+        first = out if isinstance(out, torch.Tensor) else out[0]
+        name = self._note_random_op(self._describe_random_op(func, first))
+        self._tape.node_of(first).meta |= {"draw": name, "draw_number": number}
+        self._executor.mark_drawn(first)
         return out
 
     def _detach_if_frozen(self, value: Any) -> Any:
@@ -912,6 +921,15 @@ def _ids_of_lists(value: Sequence[Sequence[torch.Tensor]]) -> tuple[tuple[int, .
     """Return what tells a list of lists of tensors from others: the ids of its tensors, or its own if there
     are none."""
     return tuple(tuple(map(id, inner)) for inner in value) if any(value) else ((id(value),),)
+
+
+def _digest_batch(inputs: Mapping[str, Any]) -> int:
+    """Return a number that differs between batches, so that they draw other masks, on any machine alike."""
+    digest = 0
+    for name, tensor in nested_values.iter_batch_tensors(inputs):
+        values = [] if is_fake(tensor) else tensor.flatten()[:_DIGESTED_ENTRIES].tolist()
+        digest = zlib.crc32(f"{name} {tuple(tensor.shape)} {values}".encode(), digest)
+    return digest
 
 
 def record_forward(model: nn.Module, batch: Mapping[str, Any], blocks: Collection[str]) -> Recording:

@@ -9,9 +9,9 @@ A recording's graph is a `torch.fx.Graph` of
 
 Every node's meta has `where` ("file:line"), `module` (path of the module outside of blocks that ran), `grad`
 (grad mode), `autocast` ("" or "cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`. Random
-ops also have `draw`, their name. Calls of blocks have `site`, the lines that lead to them, `mixed_dims`
-(`RecordedModules.mixed_dims`), and `reads` if the block reads values of its arguments. Scalars that forward
-returns with the loss have `log`.
+ops also have `draw`, their name, and `draw_number`, the seed that they were drawn from. Calls of blocks have
+`site`, the lines that lead to them, `mixed_dims` (`RecordedModules.mixed_dims`), and `reads` if the block
+reads values of its arguments. Scalars that forward returns with the loss have `log`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from secc.runtime.errors import UserError
 from secc.runtime.model.source_lines import SourceLines, random_call_name
 
+# Ops with results of which the arguments behind the first decide the shape.
+_PICKING_OPS = (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default)
 _MAX_COMPARED_ENTRIES = 1024  # larger values that Python reads are compared by their hash
 
 
@@ -234,6 +237,21 @@ def writes_argument(node: fx.Node) -> bool:
         and isinstance(node.target, torch._ops.OpOverload)
         and node.target._schema.is_mutable
     )
+
+
+def picks_drawn_rows(node: fx.Node) -> bool:
+    """Whether random numbers decide how many rows an op's result has, which differ on a rank."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.dynamic_output_shape not in target.tags:
+        return False
+    picked: Any = node.args[1:] if target in _PICKING_OPS else node.args
+    nodes = [a for a in pytree.tree_leaves(picked) if isinstance(a, fx.Node)]
+    return any("draw" in n.meta for n in iter_nodes_behind(nodes, lambda n: n.op == "call_module"))
+
+
+def has_drawn_rows(graph: fx.Graph) -> bool:
+    """Whether an op of a graph picks rows by random numbers."""
+    return any("draw" in n.meta for n in graph.nodes) and any(map(picks_drawn_rows, graph.nodes))
 
 
 def is_read_node(node: fx.Node) -> bool:

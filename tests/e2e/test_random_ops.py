@@ -27,6 +27,7 @@ WAYS = {
     "gpt2_dropout": [(3, "auto", ("model.dp=3", "model.micro_batch=3", "model.recompute=full"))],
     "shared_dropout": [(3, "apart", ("encoder.pp=2", "encoder.micro_batch=1", "layers.micro_batch=2"))],
     "drawn_masks": [(3, "apart", ("head.dp=2", "head.micro_batch=1", "vision.micro_batch=3"))],
+    "drawn_rows": [(3, "apart", ("model.dp=3", "model.micro_batch=1"))],
     "draws_per_sample": [(3, "apart", ("model.dp=2", "model.micro_batch=1"))],
     "random_parts": [(3, "apart", ("model.dp=2", "model.micro_batch=1"))],
 }

@@ -58,7 +58,7 @@ from secc.runtime.recorder import BlockError, Hazard, Recorder
 from secc.runtime.recorder.loss_loops import find_loss_loops as loops_in
 from secc.runtime.recorder.loss_loops import reads_per_sample, roll_loss_loops
 from secc.runtime.recorder.match_outline import constant_digest
-from secc.runtime.recorder.recording import is_read_node
+from secc.runtime.recorder.recording import has_drawn_rows, is_read_node
 
 _NOT_LOGGED = "further results of forward are not logged"
 _IDLE_AUTOCAST_NOTE = (
@@ -204,7 +204,7 @@ def _capture_with_blocks(
     tries: PartTries,
 ) -> Capture:
     """Captures `model` with the functions that it has as blocks; see `capture_model`."""
-    recorder.kept_tensors = user.metric_tensors
+    recorder.kept_tensors, recorder.follows_draws = user.metric_tensors, True
     batches = {
         p: ProbeBatches(user, survey, inputs, p, recorder, tries.check) for p in survey.micro_batch_patterns()
     }
@@ -301,6 +301,7 @@ class _CaseFinder:
             rows,
         )
         self.tried_blocks = set[frozenset[str]]()
+        self.has_drawn_rows = False  # in the present recordings, so that glue cannot be re-recorded
         self.why_not_rerecorded = ""
 
     def find_cases(self, recorder: Recorder) -> tuple[list[CapturedCase], list[ObservedRecording]]:
@@ -316,10 +317,16 @@ class _CaseFinder:
             self.rows.name_by_dim.clear()
             try:
                 recordings = {p: b.record_paths() for p, b in self.batches.items()}
+                self.has_drawn_rows = any(
+                    has_drawn_rows(o.recording.graph) for seen in recordings.values() for o in seen
+                )
                 return self._generalize_patterns(recordings), [
                     o for seen in recordings.values() for o in seen
                 ]
             except (BlockError, GlueError) as error:
+                if recorder.follows_draws and self.has_drawn_rows and isinstance(error, GlueError):
+                    recorder.follows_draws = False  # a block that holds such rows may do
+                    continue
                 if recorder.keeps_scalars and recorder.found_scalars:
                     recorder.keeps_scalars = False
                     frontier.notes.append(
@@ -373,6 +380,8 @@ class _CaseFinder:
             try:
                 generics, problems = generalize_captures(seen, self.batches[pattern])
             except GlueError as error:
+                if self.has_drawn_rows:
+                    raise
                 logged = any("log" in n.meta for o in seen for n in o.recording.graph.nodes)
                 rerecorded = self._build_rerecorded_case(pattern, error, seen)
                 if rerecorded is None and (logged or pattern in self.required_patterns or error.module):
@@ -391,7 +400,11 @@ class _CaseFinder:
                 for i, g in enumerate(generics)
             ]
             if rerecord_reason is None and (one_sided_read := _find_one_sided_read(generics)) is not None:
-                fallbacks = outlines.build_cases_by_path(self.rows, self.batches[pattern])
+                fallbacks = (
+                    []
+                    if self.has_drawn_rows
+                    else outlines.build_cases_by_path(self.rows, self.batches[pattern])
+                )
                 cases += [
                     _name_constants(
                         CapturedCase(f"c{len(cases) + i}", pattern, g, one_sided_read, is_fallback=True)

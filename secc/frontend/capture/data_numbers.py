@@ -188,6 +188,10 @@ class _ExpressionEmitter:
 
 def _find_mask(node: fx.Node) -> fx.Node | None:
     """Returns the mask that selects the rows of an indexing's result; None without one."""
+    if node.target is aten.masked_select.default:
+        x: Any = node.args[0]
+        mask: Any = node.args[1]
+        return mask if x.meta["shape"] == mask.meta["shape"] else None
     indices: Any = node.args[1] if node.target is aten.index.Tensor else ()
     masks = [i for i in indices if isinstance(i, fx.Node) and i.meta["dtype"] is torch.bool]
     return masks[0] if len(masks) == 1 else None

@@ -39,7 +39,7 @@ from secc.runtime.model.nested_batch import KEY_SEPARATOR
 from secc.runtime.plan.schema import COUNTS_SUFFIX, SIZES_SUFFIX
 from secc.runtime.recorder import Read, is_read_node, take_at_path
 from secc.runtime.recorder.finalize import is_needed
-from secc.runtime.recorder.recording import iter_nodes_behind
+from secc.runtime.recorder.recording import has_drawn_rows, iter_nodes_behind, picks_drawn_rows
 
 _MAX_PROBES = 24  # further captures at most to put explanations to the test
 _PADDED_MEMBERS = 2  # micro-batches of a path that are padded themselves
@@ -261,6 +261,10 @@ def _merge_with_probes(
     # A few samples of each kind are often as many in each small batch.
     if probe is not None and _CaptureMerger(recordings, probe, names).picks_as_many_rows():
         recordings += _keep_path(recordings, probe.record_with_repeats(recordings))
+    # Masks that forward draws may pick equally many rows in a few micro-batches.
+    if probe is not None and _CaptureMerger(recordings, probe, names).picks_drawn_rows():
+        recordings += _keep_path(recordings, probe.record_with_repeats(recordings))
+        recordings += _keep_path(recordings, probe.record_held_out())
     # A count that values decide may be 0, where an op may behave differently. The recording without rows is
     # merged too if that is possible, so that explanations hold there as well.
     if probe is not None and _CaptureMerger(recordings, probe, names).takes_data_symbols():
@@ -397,6 +401,10 @@ class _CaptureMerger:
                     return True
         return False
 
+    def picks_drawn_rows(self) -> bool:
+        """Whether random numbers picked rows. Changes nothing."""
+        return has_drawn_rows(self._graphs[0])
+
     def takes_data_symbols(self) -> bool:
         """Whether an op takes a number that values of the inputs decide, which might differ without rows.
         Changes nothing."""
@@ -497,6 +505,9 @@ class _CaptureMerger:
             raise _unexplained_number(node, message, ())
 
     def _explain_shape(self, node: fx.Node, shapes: list[tuple[int, ...]]) -> tuple[Expr, ...]:
+        if picks_drawn_rows(node) and len(set(shapes)) == 1:
+            message = "a mask that forward draws picks equally many rows in all captures, by chance"
+            raise _unexplained_number(node, message, shapes)
         return tuple(self._explain_dim(node, i, dims) for i, dims in enumerate(zip(*shapes, strict=True)))
 
     def _explain_value(self, node: fx.Node, values: list[Any]) -> Any:

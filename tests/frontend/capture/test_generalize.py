@@ -231,6 +231,37 @@ def test_rows_selected_by_a_mask_get_their_own_symbol() -> None:
     assert [format_expr(d) for d in index.meta["shape"]] == ["rows_0", "6"]
 
 
+def observe_draws(model: nn.Module) -> list[ObservedRecording]:
+    recorder = Recorder(model, ["body", "head"])
+    recorder.follows_draws = True
+    return [
+        ObservedRecording(fold_joins(recorder.record(batch(b, s, i))), {"B": b, "S": s})
+        for i, (b, s) in enumerate(SIZES)
+    ]
+
+
+def test_rows_selected_by_a_drawn_mask_get_their_own_symbol() -> None:
+    def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        drawn = torch.rand(mask.shape) < 0.5
+        drawn &= mask
+        return m.head(h[drawn]).square().sum() / len(h)
+
+    model, state = Model(glue), torch.get_rng_state()
+    (case,), _ = generalize_captures(observe_draws(model))
+    assert torch.equal(torch.get_rng_state(), state)
+    (index,) = [n for n in case.graph.nodes if str(n.target) == "aten.index.Tensor"]
+    assert [format_expr(d) for d in index.meta["shape"]] == ["rows_0", "6"]
+
+
+def test_a_drawn_mask_that_picks_equally_many_rows_in_all_captures_is_refused() -> None:
+    def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return m.head(h[torch.rand(mask.shape) < 1e-9]).sum()
+
+    with pytest.raises(UserError, match="equally many rows in all captures") as error:
+        generalize_captures(observe_draws(Model(glue)))
+    assert error.value.where.startswith("test_generalize.py:")
+
+
 def test_a_size_that_values_decide_is_estimated_from_other_sizes() -> None:
     rows = [
         {**row, "rows_0": row["I"] * 25 // 10, "rows_1": row["B"] * row["S"] * 3 // 4, "rows_2": 0}
