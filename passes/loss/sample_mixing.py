@@ -19,7 +19,7 @@ from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss.approximations import WHOLE_BATCH_MODULE, take_function_of_sums
 from secc.passes.loss.batch_positions import find_misplaced
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT
-from secc.passes.loss.loss_context import LossContext, has_one_entry, is_floating
+from secc.passes.loss.loss_context import DEFAULT_REMEDY, LossContext, has_one_entry, is_floating
 from secc.passes.loss.op_tables import (
     ALONG_DIM_OPS,
     ATTENTION_OPS,
@@ -38,6 +38,7 @@ from secc.passes.loss.value_states import (
     SumState,
     ValueState,
 )
+from secc.runtime.plan.schema import FUNCTION_PREFIX
 
 BATCH_NORM_REMEDY = "use a norm without batch statistics (LayerNorm, GroupNorm), or put it in eval mode"
 FREQUENCY_REMEDY = "leave scale_grad_by_freq out"
@@ -293,8 +294,19 @@ def _state_by_shape(ctx: LossContext, op: Computation, index: int) -> ValueState
     over = any(ctx.carries_samples(o) for o in op.operands) and not ctx.carries_samples(result)
     is_empty = 0 in tensor_type(result).shape  # what a mask that is false for this pattern selects
     if over and not is_empty and not _is_byproduct(op, index):
-        return ctx.refuse_op(op, "makes one value of all samples, and is not a sum over them")
+        if str(index) in get_strings(op, SUMMED_ATTRIBUTE):  # numbers show a user's function to be one
+            return SumState((SumPart(UNIT_COEFFICIENT, result, True, op),))
+        return ctx.refuse_op(
+            op, "makes one value of all samples, and is not a sum over them", _single_value_remedy(op)
+        )
     return LOCAL_STATE
+
+
+def _single_value_remedy(op: Computation) -> str:
+    """What to do about an op with one value for all samples that is not a sum over them."""
+    if isinstance(op, GlueOp) and op.target.data.startswith(FUNCTION_PREFIX):
+        return "let it return a sum over the samples, or a row for each of them, and divide behind it"
+    return DEFAULT_REMEDY
 
 
 def find_pairing(ctx: LossContext, op: Computation, result: SSAValue) -> BadState | None:

@@ -20,6 +20,7 @@ CLASS_KEY = "*class"  # key that marks a dict as a flattened object; its value n
 EACH_SUFFIX, SIZES_SUFFIX, LARGEST_SUFFIX, COUNTS_SUFFIX = "*", "*sizes", "*most", "*counts"
 # With a number: the label of what a loop over samples adds to the loss (`secc.runtime.recorder.loss_loops`).
 LOOP_LABEL_PREFIX = "loss:"
+FUNCTION_PREFIX = "function."  # of the target of a call of a user's autograd function in the IR
 OUTPUT_PREFIX = "output:"  # of outputs among the loss terms that a section returns
 _LOG_PREFIX = "log:"
 OVERLAPS = ("none", "backward", "both")  # which sums over tp travel behind products (`Section.overlap`)

@@ -48,10 +48,17 @@ _REFUSED_CALLS: dict[Any, str] = {
 }
 
 
-class RecordingListener(Protocol):
-    """Receives what is intercepted. See `secc.runtime.recorder.recorder.Recorder`."""
+class FunctionListener(Protocol):
+    """Receives the calls of users' autograd functions."""
 
     paused: bool
+
+    def apply_function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
+        """A `torch.autograd.Function` is applied where a gradient may flow; `run(*args)` applies it."""
+
+
+class RecordingListener(FunctionListener, Protocol):
+    """Receives what is intercepted. See `secc.runtime.recorder.recorder.Recorder`."""
 
     def on_glue_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An ATen op outside of blocks."""
@@ -80,9 +87,6 @@ class RecordingListener(Protocol):
     def fail(self, message: str, remedy: str) -> NoReturn:
         """Raise for something that cannot be recorded between blocks."""
         ...
-
-    def apply_function(self, cls: Any, args: Any, run: Callable[..., Any]) -> Any:
-        """A `torch.autograd.Function` is applied where a gradient may flow; `run(*args)` applies it."""
 
 
 class OpInterceptor(TorchDispatchMode):
@@ -166,7 +170,7 @@ def _make_one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 @contextmanager
-def intercept_autograd_functions(listener: RecordingListener) -> Iterator[None]:
+def intercept_autograd_functions(listener: FunctionListener) -> Iterator[None]:
     """Report every `torch.autograd.Function` between blocks: its own backward would be lost below autograd.
 
     The class method `apply` is replaced for all Functions at once, since users keep it under names of their

@@ -115,8 +115,8 @@ class Recorder:
     The model may be on the meta device; it is copied and never changed. With `keeps_scalars`, other scalars
     that forward returns are kept as well, and the tensors `kept_tensors` that it returns or gets;
     `found_scalars` says whether there were any. With `shows_placed_rows`, blocks that put rows in the places
-    of a mask are to be opened. With `follows_draws`, masks that forward draws may select rows. On a rank, they
-    select other rows, so such a recording is not valid for a micro-batch.
+    of a mask are to be opened. With `follows_draws`, masks that forward draws may select rows; they select
+    others on a rank, so such a recording is not valid for a micro-batch.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:

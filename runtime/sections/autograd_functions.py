@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from secc.runtime.model.user_file import is_model_file_module, model_file_module
-
-FUNCTION_PREFIX = "function."  # of the target of such a call in the IR
+from secc.runtime.plan.schema import FUNCTION_PREFIX
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,7 @@ from secc.ir.dialect.ops import (
 from secc.ir.dialect.readable_names import SETTINGS_ATTRIBUTE, strip_wrappers
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.ir.text_io.verifier import source_line
-from secc.runtime.plan.schema import ALL_SAMPLES
-from secc.runtime.sections import autograd_functions
+from secc.runtime.plan.schema import ALL_SAMPLES, FUNCTION_PREFIX
 
 _MODULE_NAMESPACES = {
     "aten": "aten",
@@ -243,7 +242,7 @@ class BodyPrinter:
         namespace, _, rest = op.target.data.partition(".")
         function = f"{self._function_namespace(op, namespace)}.{rest}"
         wish = rest.split(".")[0].strip("_")
-        if op.target.data.startswith(autograd_functions.FUNCTION_PREFIX):
+        if op.target.data.startswith(FUNCTION_PREFIX):
             function, wish = (
                 f"self.function({string_literal(rest)})",
                 to_python_name(rest.replace(":", ".").rpartition(".")[2]),

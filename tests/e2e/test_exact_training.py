@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
+from secc.errors import UserError
 from secc.runtime.model.user_file import load_model_file
 from tests.e2e.harness import (
     compile_and_write,
@@ -33,6 +34,7 @@ CASES = [
     ("llava_tiny", 3, "apart"),
     ("padded_mean", 3, "colocate"),
     ("autograd_functions", 2, "apart"),
+    ("own_cross_entropy", 2, "apart"),
 ]
 SLOW = [
     ("whisper_tiny", 2, "auto"),
@@ -86,6 +88,17 @@ def test_plan_trains_as_plain_pytorch(name: str, ranks: int, strategy: str, tmp_
     )
     found = train_distributed(tmp_path / "plan", ranks, STEPS, tmp_path / "run")
     assert list(find_differences(found, reference)) == []
+
+
+def test_a_mean_that_a_function_takes_of_all_samples_is_refused(tmp_path: Path) -> None:
+    source = (MODELS / "own_cross_entropy.py").read_text()
+    source = source.replace("return name, total, labels", "return name, total / len(hidden), labels")
+    (tmp_path / "model.py").write_text(source)
+    with pytest.raises(UserError, match="ChunkedCrossEntropy makes one value of all samples") as error:
+        compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=12))
+    assert error.value.where == "model.py:42" and "return a sum over the samples" in (
+        error.value.remedy or ""
+    )
 
 
 @pytest.fixture(scope="module")

@@ -314,6 +314,9 @@ class _CaseImporter:
             _autocast_property(node) if isinstance(node.target, UserFunctionCall) else {}
         )
         op = GlueOp.create_call(target, operands, args, types, **properties)
+        summed = [str(i) for i, r in enumerate(results) if r is not None and r.meta.get("summed")]
+        if summed and isinstance(node.target, UserFunctionCall):
+            op.attributes[SUMMED_ATTRIBUTE] = strings_attr(summed)
         if node.meta.get("draw"):
             op.attributes[random_ops.RANDOM_OP_ATTRIBUTE] = StringAttr(node.meta["draw"])
         self._append_op(op, *results)
