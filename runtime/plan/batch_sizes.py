@@ -110,9 +110,19 @@ def _pad_dim(
         raise UserError(
             f"{of.key!r}: expected padding with one constant along dim {dim}, "
             "but collate() fills it with varying values",
-            remedy="let collate() fill the padding of this key with a constant, or with one constant row",
+            remedy="let collate() fill the padding of this key with a constant, with one constant row, or "
+            "with the sample's last entry",
         )
     side, value = fill
+    if isinstance(value, str) and tensor.shape[dim] == 0:
+        raise UserError(
+            f"{of.key!r}: padding along dim {dim} goes on from the entry before it, and there is none",
+            remedy="let no sample be empty in this dim, or let collate() fill its padding with a constant",
+        )
+    if value == plan.REPEATING_FILL:
+        nearest = tensor.narrow(dim, 0 if side == "left" else tensor.shape[dim] - 1, 1)
+        repeated = nearest.expand(*(missing if d == dim else -1 for d in range(tensor.ndim)))
+        return torch.cat([repeated, tensor] if side == "left" else [tensor, repeated], dim)
     if isinstance(value, str):
         last = tensor.narrow(dim, tensor.shape[dim] - 1, 1)
         steps = torch.arange(1, missing + 1, dtype=tensor.dtype, device=tensor.device)

@@ -98,9 +98,9 @@ _pad_row = shapes.items_of(_any_number, schema.MAX_PAD_ROW, 1)
 
 
 def _pad_fill(value: Any) -> schema.PadFill:
-    """A number, the numbers of a padded row, or "next"."""
-    if value == schema.COUNTING_FILL:
-        return schema.COUNTING_FILL
+    """A number, the numbers of a padded row, or what padding goes on with."""
+    if value in schema.TEXT_FILLS:
+        return value
     return _pad_row(value) if type(value) is list else _any_number(value)
 
 

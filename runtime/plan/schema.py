@@ -57,8 +57,9 @@ def is_tensor_label(key: str) -> bool:
     return ":" in key or key.startswith("result ")
 
 
-COUNTING_FILL = "next"
-PadFill = float | tuple[float, ...] | str  # as a text, COUNTING_FILL
+COUNTING_FILL, REPEATING_FILL = "next", "same"
+TEXT_FILLS = (COUNTING_FILL, REPEATING_FILL)
+PadFill = float | tuple[float, ...] | str  # as a text, one of TEXT_FILLS
 MAX_PAD_ROW = 256  # numbers of a padded row
 
 
@@ -66,7 +67,7 @@ MAX_PAD_ROW = 256  # numbers of a padded row
 class Input:
     """A key of the collated batch. `dims` are expressions; `pads` has (dim, side, fill) for each padded dim.
     A fill is one number, or the numbers of a padded row over all constant dims, in order, or "next": padding
-    goes on counting from the entry before it, as position ids do.
+    goes on counting from the entry before it, as position ids do, or "same": it repeats the nearest entry.
     """
 
     key: str

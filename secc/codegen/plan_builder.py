@@ -295,9 +295,9 @@ def _plan_input(op: KeyOp) -> schema.Input:
 
 
 def _parse_fill(text: str) -> schema.PadFill:
-    """What a padded dim is filled with: a number, a row as numbers between commas, or "next"."""
-    if text == schema.COUNTING_FILL:
-        return schema.COUNTING_FILL
+    """What a padded dim is filled with: a number, a row as numbers between commas, or a text fill."""
+    if text in schema.TEXT_FILLS:
+        return text
     return tuple(float(n) for n in text.split(",")) if "," in text else float(text)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from secc.errors import UserError
 from secc.frontend.dataset.dim_rules import DimRules
-from secc.runtime.plan.schema import COUNTING_FILL, MAX_PAD_ROW, PadFill
+from secc.runtime.plan.schema import COUNTING_FILL, MAX_PAD_ROW, REPEATING_FILL, PadFill
 
 CollatedBatch = Mapping[str, Any]
 KeyPads = tuple[tuple[int, str, PadFill], ...]
@@ -39,6 +39,7 @@ class PaddingEvidence:
         self.sides: list[DimSides] = list(itertools.product(PAD_SIDES, repeat=len(self.width_dims)))
         self.fills: dict[tuple[int, str], set[float]] = {}
         self.counts = dict.fromkeys(self.width_dims, True)  # whether padding goes on counting, on the right
+        self.repeats = {(d, side): True for d in self.width_dims for side in PAD_SIDES}
         self.constant_dims = tuple(constant_dims)
         self.rows: dict[tuple[int, str], set[tuple[float, ...]]] = {}  # over the constant dims
         # Whether each sample's entries are its own plus one number, which does not fall from one sample to
@@ -73,6 +74,8 @@ class PaddingEvidence:
             if missing and rows.numel():
                 outside = rows.narrow(dim, 0 if side == "left" else part.shape[dim], missing)
                 self.fills.setdefault((dim, side), set()).update(_values_of(outside))
+                if self.repeats[dim, side]:
+                    self.repeats[dim, side] = _repeats_nearest(rows, outside, dim, side, part.shape[dim])
                 if side == "right" and self.counts[dim]:
                     self.counts[dim] = _goes_on_counting(rows, dim, part.shape[dim])
                 self.rows.setdefault((dim, side), set()).update(self._padded_rows(outside))
@@ -103,13 +106,15 @@ class PaddingEvidence:
         return tuple((d, side, fill) for d, side, fill in pads if fill is not None)
 
     def _fill_of(self, dim: int, side: str) -> PadFill | None:
-        """Returns the one value, or else the one row, that padding of a dim has, or COUNTING_FILL; None if it
-        varies otherwise."""
+        """Returns the one value, or else the one row, that padding of a dim has, or what it goes on with;
+        None if it varies otherwise."""
         values, rows = self.fills.get((dim, side), set()), self.rows.get((dim, side), set())
         if len(values) == 1:
             return min(values)
         if len(rows) == 1:
             return min(rows)
+        if values and self.repeats[dim, side]:
+            return REPEATING_FILL
         return COUNTING_FILL if side == "right" and values and self.counts[dim] else None
 
 
@@ -176,6 +181,14 @@ def _values_of(padding: torch.Tensor) -> list[float]:
     if padding.is_complex():
         return [0.0, 1.0] if padding.any() else [0.0]
     return [float(v) for v in padding.unique().tolist()[:2]]
+
+
+def _repeats_nearest(rows: torch.Tensor, outside: torch.Tensor, dim: int, side: str, size: int) -> bool:
+    """Whether the padding `outside` of a dim repeats the nearest of the `size` entries that are none."""
+    if not size:
+        return False
+    nearest = rows.shape[dim] - size if side == "left" else size - 1
+    return torch.equal(outside, rows.narrow(dim, nearest, 1).expand_as(outside))
 
 
 def _goes_on_counting(rows: torch.Tensor, dim: int, size: int) -> bool:

@@ -149,6 +149,24 @@ def test_padding_that_goes_on_counting_is_a_pad(user_of: UserOf):
     assert padded["position_ids"].tolist() == [list(range(9))] * 2
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_that_repeats_the_nearest_entry_is_a_pad(user_of: UserOf, side: str):
+    def collate(samples: list[Sample]) -> Sample:
+        rows = [s["input_ids"] for s in samples]
+        most = max(map(len, rows))
+        times = torch.stack([torch.cat([r, r[-1:].expand(most - len(r))]) / 3 for r in rows])
+        batch = {"input_ids": pad_sequence(rows, batch_first=True), "times": times}
+        return batch if side == "right" else {k: t.flip(1) for k, t in batch.items()}
+
+    user = user_of(TEXTS, collate=collate)
+    found = described(user)
+    assert dims(found)["times"] == ("B", "S")
+    assert pads(found)["times"] == ((1, side, "same"),)
+    alone, together = user.collate(TEXTS[:1]), user.collate([TEXTS[0], TEXTS[6]])
+    padded = pad_batch(alone, found.inputs, {"S": 9})
+    assert torch.equal(padded["times"][0], together["times"][0])
+
+
 def test_padding_with_several_values_is_no_pad(user_of: UserOf):
     def collate(samples: list[Sample]) -> Sample:
         ids = pad_sequence([s["input_ids"] for s in samples], batch_first=True)
