@@ -25,6 +25,7 @@ from secc.ir.analysis.dataflow import is_random_op
 from secc.ir.analysis.shared_memory import reaches_block
 from secc.ir.dialect.argument_template import OperandRef
 from secc.ir.dialect.ops import CaseOp, Computation, ConstOp, GlueOp, GuardOp, InputOp, ParamOp, graph_of
+from secc.ir.dialect.readable_names import WRITTEN_ATTRIBUTE
 from secc.ir.dialect.tensor_type import tensor_type
 
 _VIEW_OPS = ("view", "_unsafe_view", "reshape")
@@ -270,10 +271,12 @@ def _find_replacement(op: GlueOp) -> SSAValue | None:
 
 def _share_equal_ops(case: CaseOp) -> None:
     """One op in the place of ops that compute the same from the same values, in the same grad mode and
-    section."""
+    section. What a block writes to stays by itself."""
     seen: dict[tuple[object, ...], Operation] = {}
     for op in case.ops:
         if not isinstance(op, GlueOp | GuardOp | InputOp | ParamOp | ConstOp) or is_random_op(op):
+            continue
+        if WRITTEN_ATTRIBUTE in op.attributes:
             continue
         kept = tuple(sorted((k, str(v)) for k, v in op.properties.items() if k != "where"))
         key = (op.name, kept, tuple(op.operands), tuple(op.result_types))

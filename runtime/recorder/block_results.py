@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -154,12 +155,14 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class BlockResult:
     """The result of a block's call. `skeleton` holds ResultTensor objects in place of tensors.
-    `reads_values`: values of real arguments decided something."""
+    `reads_values`: values of real arguments decided something. `written`: which of the tensors in the
+    arguments, by their places, the block writes to."""
 
     skeleton: Any
     reads_values: bool
     hazards: tuple[Hazard, ...]
     draws: tuple[RandomOpCall, ...]
+    written: tuple[int, ...] = ()
 
     def build_fakes(
         self, mode: FakeTensorMode, arguments: list[torch.Tensor]
@@ -301,7 +304,10 @@ class BlockResultCache:
         key = (*base_key, _describe_arguments(arguments))
         cache_key = (key, self._value_digests(inputs)) if key in self._keys_reading_values else key
         if cache_key in self._results:
-            return self._results[cache_key]
+            known = self._results[cache_key]
+            for i in known.written:
+                increment_version(inputs[i])
+            return known
         versions = tensor_versions(inputs)
         # An empty context: Hugging Face's output recorders collect what runs in the caller's context, and
         # this run is not the user's.
@@ -311,6 +317,9 @@ class BlockResultCache:
             reads,
             hazards,
             tuple(d.relative_to_block(path) for d in draws),
+            tuple(
+                i for i, (a, b) in enumerate(zip(versions, tensor_versions(inputs), strict=True)) if a != b
+            ),
         )
         if reads:
             self._keys_reading_values.add(key)

@@ -116,7 +116,7 @@ class _Functionaliser:
                 for node in self._graph.nodes:
                     self._meta = {
                         k: node.meta.get(k)
-                        for k in (*MOMENT_KEYS, "draw", "draw_number", "reads", "settings", "site")
+                        for k in (*MOMENT_KEYS, "draw", "draw_number", "reads", "written", "settings", "site")
                         if k in MOMENT_KEYS or k in node.meta
                     }
                     self._values_by_node[node] = self._replay_node(node)

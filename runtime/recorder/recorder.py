@@ -79,6 +79,7 @@ from secc.runtime.recorder.recording import (
     RandomOpCall,
     Recording,
     RecordingEnded,
+    mark_written,
 )
 from secc.runtime.recorder.setting_tracker import SettingTracker, watch_attributes
 from secc.runtime.recorder.shape_dependencies import ShapeDependencies, is_fixed
@@ -684,9 +685,10 @@ class Recorder:
             placing = next((h for h in result.hazards if h.kind == "placed_rows"), None)
             if self.shows_placed_rows and placing is not None:
                 self._wish_opened(path, f"{placing.op} puts rows in the places of a mask", placing.where)
-            out, new = result.build_fakes(
-                self._mode, [t for _, t in nested_values.iter_tensors((args, kwargs))]
-            )
+            given = [t for _, t in nested_values.iter_tensors((args, kwargs))]
+            for i in result.written:
+                mark_written(self._tape.node_of(given[i]))
+            out, new = result.build_fakes(self._mode, given)
             call.meta["reads"], call.meta["settings"] = result.reads_values, settings
             if not result.is_plain:
                 self._touched.mark_used((args, kwargs))

@@ -11,12 +11,14 @@ Every node's meta has `where` ("file:line"), `module` (path of the module outsid
 (grad mode), `autocast` ("" or "cpu bfloat16"), and for tensors `shape`, `dtype` and `requires_grad`. Random
 ops also have `draw`, their name, and `draw_number`, the seed that they were drawn from. Calls of blocks have
 `site`, the lines that lead to them, `mixed_dims` (`RecordedModules.mixed_dims`), and `reads` if the block
-reads values of its arguments. Scalars that forward returns with the loss have `log`.
+reads values of its arguments. Scalars that forward returns with the loss have `log`, and what a block writes
+to has `written`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -237,6 +239,20 @@ def writes_argument(node: fx.Node) -> bool:
         and isinstance(node.target, torch._ops.OpOverload)
         and node.target._schema.is_mutable
     )
+
+
+def mark_written(node: fx.Node) -> None:
+    """Mark a node with a tensor that a block writes to, and those with the same memory."""
+    while not node.meta.get("written"):
+        node.meta["written"] = True
+        target = node.target
+        aliases = isinstance(target, torch._ops.OpOverload) and any(
+            r.alias_info is not None for r in target._schema.returns
+        )
+        source = node.args[0] if node.args and (aliases or target is operator.getitem) else None
+        if not isinstance(source, fx.Node):
+            return
+        node = source
 
 
 def picks_drawn_rows(node: fx.Node) -> bool:

@@ -35,6 +35,7 @@ CASES = [
     ("padded_mean", 3, "colocate"),
     ("autograd_functions", 2, "apart"),
     ("own_cross_entropy", 2, "apart"),
+    ("filled_caches", 2, "apart"),
 ]
 SLOW = [
     ("whisper_tiny", 2, "auto"),

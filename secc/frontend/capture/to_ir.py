@@ -45,6 +45,7 @@ from secc.ir.dialect.readable_names import (
     KNOWN_BUFFER_ATTRIBUTE,
     SETTINGS_ATTRIBUTE,
     SUMMED_ATTRIBUTE,
+    WRITTEN_ATTRIBUTE,
 )
 from secc.ir.dialect.size_expr import Expr
 from secc.ir.dialect.tensor_type import TensorType
@@ -317,6 +318,8 @@ class _CaseImporter:
         summed = [str(i) for i, r in enumerate(results) if r is not None and r.meta.get("summed")]
         if summed and isinstance(node.target, UserFunctionCall):
             op.attributes[SUMMED_ATTRIBUTE] = strings_attr(summed)
+        if node.meta.get("written"):
+            op.attributes[WRITTEN_ATTRIBUTE] = UnitAttr()
         if node.meta.get("draw"):
             op.attributes[random_ops.RANDOM_OP_ATTRIBUTE] = StringAttr(node.meta["draw"])
         self._append_op(op, *results)

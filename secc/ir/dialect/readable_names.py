@@ -26,6 +26,7 @@ BATCH_INDEPENDENT_ATTRIBUTE = "alone"
 # the attribute of a `sec.input` without dims that adds up over samples, a number that collate counts; of a
 # call it lists, of `outs`, what adds up
 SUMMED_ATTRIBUTE = "summed"
+WRITTEN_ATTRIBUTE = "written"  # the attribute of an op with a result that a block writes to
 # the attribute of a block of torch's own classes with the places of samples in its input, "rank dim"
 SAMPLE_PLACES_ATTRIBUTE = "samples_at"
 # the attribute of a call with what forward had set on its modules: arguments of
