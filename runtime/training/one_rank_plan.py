@@ -226,7 +226,8 @@ class OneRankPlan:
             raise UserError(
                 f"the plan fails where plain PyTorch computes a loss: {reason}",
                 error_source_line(error) or str(self.user.path),
-                "report it; --max-sections 1 may compile",
+                "let sizes here follow from those of the inputs alone, for padded inputs, too; or compute"
+                " this line and what it takes in one nn.Module, which is called as it is",
             ) from error
         return StepComparison(result, reference, compare_results(result, reference, tolerances), tolerances)
 

@@ -25,7 +25,7 @@ from secc.driver.python_draws import GeneratorStates, draws_error, naming_draws
 from secc.errors import InexactPlan, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
-from secc.frontend.capture.result_sizes import find_size_of_values
+from secc.frontend.capture.result_sizes import find_result_without_padding, find_size_of_values
 from secc.frontend.dataset.padding_policy import WidthsReason
 from secc.frontend.tp_search.token_mixing import find_coupled_blocks, find_token_mixing
 from secc.ir.dialect.ops import ParamOp, PlacedRowsOp
@@ -531,11 +531,15 @@ def refuse_small_batches(compiled: CompiledPlan, samples: Sequence[Mapping[str, 
 
 def _refuse_sizes_of_values(compiled: CompiledPlan, samples: Sequence[Mapping[str, Any]]) -> None:
     """Raises UserError if a block returns other sizes for these samples, or for one of them, than captures
-    showed."""
+    showed, or than inputs have that are padded to the global batch's widths."""
     assert compiled.model is not None
     capture, symbols = compiled.captured_model.capture, compiled.plan.symbols
     batches = [samples, *([sample] for sample in samples)]
     fault = find_size_of_values(compiled.user, compiled.model, capture, symbols, batches)
+    if fault is None and compiled.plan.widths == "global":
+        fault = find_result_without_padding(
+            compiled.user, compiled.model, compiled.plan.inputs, symbols, samples
+        )
     if fault is not None:
         raise fault
 
