@@ -48,3 +48,7 @@ class RunComplete(SystemExit):
 
 class LostProcess(UserError):
     """A helper process was ended from outside, for lack of memory for example: a new attempt may succeed."""
+
+
+class NotEnoughMemory(UserError):
+    """This machine has too little memory for what is to be computed: smaller samples may fit."""

@@ -5,9 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from secc.runtime.errors import UserError, printable_text
+from secc.runtime.errors import NotEnoughMemory, UserError, printable_text
 
-__all__ = ["ImpossibleChoice", "InexactPlan", "TooManyRanks", "UserError", "printable_text"]
+__all__ = [
+    "ImpossibleChoice",
+    "InexactPlan",
+    "NotEnoughMemory",
+    "TooManyRanks",
+    "UserError",
+    "printable_text",
+]
 
 
 class ImpossibleChoice(UserError):

@@ -24,7 +24,7 @@ from secc.runtime.randomness.micro_batch_draws import (
     forward_context,
     make_sample_keys,
 )
-from secc.runtime.training.checked_targets import CheckedTargets
+from secc.runtime.training.eager_watch import EagerWatch, memory_errors
 
 LOSS_TOLERANCE = 1e-6  # relative
 GRADIENT_TOLERANCE = 1e-5  # of the parameter's own gradient norm, plus
@@ -94,14 +94,15 @@ def run_eager(
     after.
 
     draws: the random numbers of the batch's samples, for a model that draws any. Raises IndexError for
-    targets that torch does not check.
+    targets that torch does not check, and NotEnoughMemory.
     """
     model.zero_grad(set_to_none=True)
-    with CheckedTargets() as watch, forward_context(draws):
-        loss = extract_loss(model(**unflatten_batch(batch)))
-    if loss.requires_grad:  # not if what trains is what only other samples reach
-        with backward_context(draws):
-            loss.backward()
+    with memory_errors():
+        with EagerWatch() as watch, forward_context(draws):
+            loss = extract_loss(model(**unflatten_batch(batch)))
+        if loss.requires_grad:  # not if what trains is what only other samples reach
+            with backward_context(draws):
+                loss.backward()
     loss_value = float(loss.detach().double())
     result = LossAndGradients(loss_value, copy_gradients(model), narrow=frozenset(watch.found))
     model.zero_grad(set_to_none=True)

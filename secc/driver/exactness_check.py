@@ -22,7 +22,7 @@ from secc.driver.global_switches import GlobalSwitch, find_global_switch
 from secc.driver.kept_state import refuse_kept_state
 from secc.driver.optional_inputs import ChangingInput, find_changing_input
 from secc.driver.python_draws import GeneratorStates, draws_error, naming_draws
-from secc.errors import InexactPlan, UserError
+from secc.errors import InexactPlan, NotEnoughMemory, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
 from secc.frontend.capture.result_sizes import find_result_without_padding, find_size_of_values
@@ -100,15 +100,30 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
         if required:
             remedy = "define small_model(), the same architecture but small, and check with --small"
             raise UserError("the model is too large to be shown exact here", str(compiled.user.path), remedy)
-        padding = find_block_padding(compiled)
-        checks: dict[str, object] = {
-            "reason": "not compared with the eager model, which is too large to be built here"
-        }
-        if known := [name for name, found in padding.items() if found.is_constant]:
-            checks["padding_seen"] = known
-        return _add_checks(with_fills(compiled, padding), checks)
+        return _leave_uncompared(compiled, "which is too large to be built here")
     limit_threads(compiled.model)
-    model, compared = compiled.model, _check_drawn_rows(compiled)
+    try:
+        return _compare_with_eager(compiled, compiled.model)
+    except NotEnoughMemory as error:
+        if required:
+            raise
+        without_model = dataclasses.replace(compiled, model=None)
+        return _leave_uncompared(without_model, f"which takes too much memory here: {error.message}")
+
+
+def _leave_uncompared(compiled: CompiledPlan, reason: str) -> CompiledPlan:
+    """Returns the plan with the reason why it was not compared, and what its sections send as padding, as far
+    as that is found without the model."""
+    padding = find_block_padding(compiled)
+    checks: dict[str, object] = {"reason": f"not compared with the eager model, {reason}"}
+    if known := [name for name, found in padding.items() if found.is_constant]:
+        checks["padding_seen"] = known
+    return _add_checks(with_fills(compiled, padding), checks)
+
+
+def _compare_with_eager(compiled: CompiledPlan, model: nn.Module) -> CompiledPlan:
+    """Returns the plan with the results of the comparison. Raises UserError if it is not exact."""
+    compared = _check_drawn_rows(compiled)
     padding = find_padding(compared)
     compiled, compared = with_fills(compiled, padding), with_fills(compared, padding)
     for pattern in compared.survey.micro_batch_patterns():
@@ -119,9 +134,11 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
         for pattern in patterns:
             if not pattern.comparison.is_exact:
                 raise _inexact_error(compared, pattern)
+    except NotEnoughMemory:
+        raise
     except UserError as error:
         return _check_other_plans(compiled, error, padding)
-    checks = {"patterns": [p.as_dict() for p in patterns]}
+    checks: dict[str, object] = {"patterns": [p.as_dict() for p in patterns]}
     if compiled.user.defines("eval_dataset") and (reason := _why_not_evaluable(compiled, model)):
         checks["evaluation"] = reason
     return _add_checks(compiled, checks)

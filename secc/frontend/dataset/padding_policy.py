@@ -10,7 +10,6 @@ batch's width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -25,7 +24,7 @@ from secc.frontend.dataset.small_samples import survey_small_samples
 from secc.frontend.dataset.survey import DatasetSurvey, InputPattern, Sample, sequence_length
 from secc.frontend.excerpt.first_layers import ExcerptResult, ModelExcerpt
 from secc.frontend.excerpt.limits import CannotRunExcerpt, ExcerptLimits
-from secc.runtime.errors import UserError
+from secc.runtime.errors import NotEnoughMemory, UserError
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import combine_sizes, pad_batch, read_symbol_sizes
 from secc.runtime.plan.schema import RandomOp
@@ -108,16 +107,20 @@ def choose_padding_policy(
 ) -> PaddingPolicy:
     """Returns widths "own" if padding does not reach the loss in any pattern, else "global".
 
-    draws: random ops, which draw as plans draw. model: None if it does not fit on this machine; then
-    `small_model()` is tested, on samples of `small_dataset()` if there is one, or else an excerpt of the
-    model within `limits` (default: those of this machine). If neither can be run, the answer is "global".
+    draws: random ops, which draw as plans draw. model: None if it does not fit on this machine; then, or if
+    its step takes too much memory, `small_model()` is tested, on samples of `small_dataset()` if there is
+    one, or else an excerpt of the model within `limits` (default: those of this machine). If neither can be
+    run, the answer is "global".
     """
     if not any(s.is_padded for s in inputs.symbols):
         return PaddingPolicy("own", WidthsReason.UNPADDED)
     if model is not None:
-        if _is_padding_never_seen(user, survey, inputs, model, draws):
-            return PaddingPolicy("own", WidthsReason.SHOWN)
-        return PaddingPolicy("global", WidthsReason.AFFECTED)
+        try:
+            if _is_padding_never_seen(user, survey, inputs, model, draws):
+                return PaddingPolicy("own", WidthsReason.SHOWN)
+            return PaddingPolicy("global", WidthsReason.AFFECTED)
+        except NotEnoughMemory:
+            pass  # for its shortest samples, even
     try:
         small = user.build_small_model()
         if small is not None:
@@ -130,6 +133,8 @@ def choose_padding_policy(
         return _probe_excerpt(user, survey, inputs, draws, limits or ExcerptLimits.of_this_machine())
     except CannotRunExcerpt as error:
         why = str(error)
+    except NotEnoughMemory as error:
+        why = error.message
     except Exception as error:  # whatever the user's code raises
         why = f"its code raises {type(error).__name__} there"
     detail = f"; one layer of each kind cannot stand for it: {why}"
@@ -156,6 +161,8 @@ def _probe_excerpt(
             raise CannotRunExcerpt("its loss depends on no weight that gets a gradient there")
         try:
             wide = excerpt.run(batch.wide, randomness.draws_for(user, batch.samples, batch.widths))
+        except NotEnoughMemory:
+            raise
         except (UserError, RuntimeError, ValueError, IndexError):
             return PaddingPolicy("global", WidthsReason.AFFECTED, _describe_excerpt(excerpt))
         if not compare_results(wide.outcome, own.outcome).is_exact:
@@ -236,15 +243,18 @@ def _is_padding_never_seen(
     """Whether extra padding leaves loss and gradients of all probed batches as they are."""
     randomness = PlanRandomness(model, draws, inputs.symbols)
     max_batches = None if sum(p.numel() for p in model.parameters()) < _SMALL_MODEL_PARAMETERS else 2
-    batches = (
-        limited
-        for pattern in survey.micro_batch_patterns()
-        for limited in _limit_pairs(survey.compose_batches(pattern)[:max_batches])
-    )
-    if not all(_is_padding_unseen(user, inputs, model, randomness, batch, far) for batch, far in batches):
-        return False
+    is_unseen = partial(_is_padding_unseen, user, inputs, model, randomness)
+    for pattern in survey.micro_batch_patterns():
+        try:
+            batches = _limit_pairs(survey.compose_batches(pattern)[:max_batches])
+            if not all(is_unseen(batch, far) for batch, far in batches):
+                return False
+        except NotEnoughMemory:
+            if not is_unseen(_pick_unpadded(user, survey, pattern), (False, True)):
+                return False
+            max_batches = max_batches or 2
     others = [] if max_batches else _find_other_lengths(user, survey, inputs)
-    return all(_is_padding_unseen(user, inputs, model, randomness, [s], (False,)) for s in others)
+    return all(is_unseen([s], (False,)) for s in others)
 
 
 def _find_other_lengths(user: UserModel, survey: DatasetSurvey, inputs: ModelInputs) -> list[Sample]:
@@ -307,6 +317,8 @@ def _is_padding_unseen(
                 )
                 if not compare_results(wide, own).is_exact:
                     return False
+    except NotEnoughMemory:
+        raise
     except (UserError, RuntimeError, ValueError, IndexError):
         return False  # the model or collate refuses other widths
     return True
@@ -318,10 +330,14 @@ def _run_widened(
     """Runs plain PyTorch with float32 in place of 16 bits: rounding would hide padding that reaches the loss
     a little. A model that computes nothing in 16 bits runs as it is, which takes a third of the time."""
     if not computes_in_sixteen_bits(model):
-        with suppress(UserError, RuntimeError, ValueError, IndexError):  # that float32 may not raise
+        try:
             result = run_eager(model, batch, make_draws())
             if not result.narrow:
                 return result
+        except NotEnoughMemory:
+            raise
+        except (UserError, RuntimeError, ValueError, IndexError):
+            pass  # float32 may not raise
     return _run_in(torch.float32, model, batch, make_draws)
 
 

@@ -11,6 +11,7 @@ from secc.frontend.dataset.input_symbols import describe_inputs
 from secc.frontend.dataset.padding_policy import PaddingPolicy, WidthsReason, choose_padding_policy
 from secc.frontend.dataset.sampling import survey_dataset
 from secc.runtime.model.user_file import load_model_file
+from secc.runtime.training import eager_watch
 
 MODEL = """
 import torch
@@ -115,3 +116,19 @@ def test_a_small_model_is_padded_on_small_samples(extra: str, widths: str, tmp_p
     found = choose_padding_policy(user, survey, describe_inputs(user, survey), model=None)
     assert (found.widths == widths, found.reason is WidthsReason.SHOWN_SMALL) == (True, widths == "own")
     assert all(width <= 4 * 16 for _, width in user.module.SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("extra", "widths"), [("", "own"), ("+ x.mean()", "global")], ids=["ignored", "in a mean"]
+)
+def test_batches_that_take_too_much_memory_give_way_to_a_short_sample(
+    extra: str, widths: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.replace("EXTRA", extra).replace("LEAST", "20"))
+    monkeypatch.setattr(eager_watch, "_LARGE", 1)
+    monkeypatch.setattr(eager_watch, "available_memory", lambda: 4 * (1200 * 30 * 4))  # scores of 1,200 words
+    user = load_model_file(path)
+    survey = survey_dataset(user)
+    found = choose_padding_policy(user, survey, describe_inputs(user, survey), user.build_model())
+    assert found.widths == widths and found.reason in (WidthsReason.SHOWN, WidthsReason.AFFECTED)

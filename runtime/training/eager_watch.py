@@ -1,0 +1,89 @@
+"""Watches the ops of a model that runs as plain PyTorch.
+
+Targets of CTC losses are checked before torch computes them. torch takes targets as indices without a
+check: one outside of the classes reads and, in the backward, writes memory elsewhere. Batches that the
+compiler makes up, of cropped samples for example, may have such targets.
+
+Memory is checked where an op makes a large tensor: a system without memory ends the process without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+
+from secc.runtime.errors import NotEnoughMemory
+from secc.runtime.host.memory import available_memory
+from secc.runtime.training.widened_floats import DtypeWatch
+
+_aten = torch.ops.aten
+_CTC_OPS = (_aten._ctc_loss.default, _aten._ctc_loss.Tensor)
+# Products, with the places of their two matrices: they make large tensors of small ones, such as scores for
+# every word.
+_PRODUCTS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
+_LARGE = 64 << 20  # bytes of a tensor
+_COPIES = 3  # of a tensor that are to come: what a softmax makes of it, and gradients
+_GIB = 1 << 30
+
+
+class EagerWatch(DtypeWatch):
+    """Raises IndexError for a CTC loss with targets outside of its classes, or fewer than its lengths say,
+    and NotEnoughMemory. Notes 16-bit floats, too: a further mode would cost every op as much again."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CTC_OPS:
+            scores, targets, _, lengths = args[:4]
+            _check_targets(targets, torch.as_tensor(lengths), scores.shape[-1])
+        elif (place := _PRODUCTS.get(func)) is not None:
+            x, y = args[place : place + 2]
+            _check_memory(x, prod(x.shape[:-1]) * y.shape[-1] * x.element_size(), 1 + _COPIES)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(result, torch.Tensor):
+            _check_memory(result, result.untyped_storage().nbytes(), _COPIES)
+        return result
+
+
+def _check_memory(x: torch.Tensor, size: int, copies: int) -> None:
+    """Raises NotEnoughMemory unless the host has memory for `copies` tensors of `size` bytes, if these are
+    large and on the host, as `x` is."""
+    if size >= _LARGE and x.device.type == "cpu" and copies * size > (left := available_memory()):
+        raise _memory_error(f"a tensor of {size / _GIB:.1f} GiB, with {left / _GIB:.1f} GiB left")
+
+
+def _memory_error(what: str) -> NotEnoughMemory:
+    return NotEnoughMemory(
+        f"plain PyTorch needs more memory than this machine has: {what}",
+        remedy="define small_dataset() with short samples and small_model() with few words, or use a machine"
+        " with more memory",
+    )
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Context in which a tensor that torch gets no memory for raises NotEnoughMemory."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "you tried to allocate" not in str(error):
+            raise
+        raise _memory_error(str(error)) from None
+
+
+def _check_targets(targets: torch.Tensor, lengths: torch.Tensor, classes: int) -> None:
+    """Raises IndexError unless `targets` has as many indices below `classes` as `lengths` says, in a row of
+    each sample [samples, longest], or one sample behind the other in one dim."""
+    if targets.dim() == 1:
+        counted = targets[: int(lengths.sum())]
+        complete = len(counted) == int(lengths.sum())
+    else:
+        counted = targets[torch.arange(targets.shape[1]) < lengths[:, None]]
+        complete = bool((lengths <= targets.shape[1]).all())
+    if not complete or bool(((counted < 0) | (counted >= classes)).any()):
+        raise IndexError(
+            f"ctc_loss expects targets from 0 to {classes - 1}, {lengths.tolist()} of them for the samples, "
+            f"but got {targets.tolist()}"
+        )

@@ -1,0 +1,28 @@
+"""A model with a step that takes more memory than this machine has is planned like one that is too large to
+be built here, and `secc check` says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
+from secc.errors import NotEnoughMemory
+from secc.runtime.training import eager_watch
+
+MODELS = Path(__file__).parent.parent / "models"
+
+
+def test_a_step_without_memory_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager_watch, "_LARGE", 1)
+    monkeypatch.setattr(eager_watch, "available_memory", lambda: 1)
+    compiled = compile_model(MODELS / "nano.py", CompileOptions(cluster="local:2", global_batch=8))
+    checks = check_exactness(compiled).plan.checks
+    assert "not compared with the eager model, which takes too much memory here" in str(checks["reason"])
+    assert "patterns" not in checks
+    with pytest.raises(NotEnoughMemory, match="needs more memory than this machine has") as error:
+        check_exactness(compiled, required=True)
+    assert "small_dataset()" in error.value.remedy
