@@ -4,7 +4,8 @@ whole.
 `secc.frontend.tp_search` has found and verified the layouts; here they are put together. A parameter of
 several sections, or that glue reads, stays whole with its module, unless all glue that reads it works on
 vocabulary shards (`secc.ir.analysis.vocab_sharding`); tied parameters are split if all of them are split the
-same way. A tp is refused if it does not divide the number of heads, or if nothing can be split by it. A plan
+same way. A tp is refused if it does not divide the number of heads, or if nothing can be split by it, or less
+than half of what allocation took it to divide. A plan
 for comparison only (`assume`) may have a tp that was not tested, if the search found it possible for all
 blocks.
 """
@@ -21,7 +22,14 @@ from xdsl.passes import ModulePass
 
 from secc.errors import ImpossibleChoice, UserError
 from secc.ir.analysis.dataflow import get_number, get_string
-from secc.ir.analysis.tp_layouts import dividing_tp, feasible_tp, make_cut_op, shared_sizes, undivided_sizes
+from secc.ir.analysis.tp_layouts import (
+    declared_tp,
+    dividing_tp,
+    feasible_tp,
+    make_cut_op,
+    shared_sizes,
+    undivided_sizes,
+)
 from secc.ir.analysis.vocab_sharding import VocabPart, VocabSpread, is_wide
 from secc.ir.dialect.ops import (
     CaseOp,
@@ -109,6 +117,12 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
             remedy=_suggest_tp(whole, reasons),
         )
         raise ImpossibleChoice(error, [name if uneven else f"{whole}.tp"])
+    if not assume and (reason := _why_mostly_whole(graph, section, tp, cuts)) is not None:
+        error = UserError(
+            f"{name} is impossible: most of its parameters would stay whole on every rank ({reason})",
+            remedy=_suggest_tp(whole, [reason]),
+        )
+        raise ImpossibleChoice(error, [f"{whole}.tp"])
     if get_string(section, "norms") == "sequence":
         kept = _use_sequence_shards(name, kept, set(_row_modules(section)), why)
     section.attributes |= {
@@ -119,6 +133,23 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
             [*_known_reasons(section), *(reason for cut in kept for reason in cut.whole), *why]
         ),
     }
+
+
+def _why_mostly_whole(
+    graph: GraphOp, section: SectionOp, tp: int, cuts: Sequence[CutOp]
+) -> UnsplitAttr | None:
+    """Why a tp that allocation took to divide most of a section does not; None if it does. Allocation goes by
+    a search without values; the cuts have been verified, as far as they are split."""
+    computing = {"colwise", "experts", *WHOLE_EXPERTS}
+    split = {cut.block.data for cut in cuts if any(style.kind.data in computing for style in cut.styles)}
+    blocks = [graph.blocks[path] for path in strings_of(section.blocks)]
+    whole = [b for b in blocks if b.path.data not in split and tp in (declared_tp(graph, b.path.data) or ())]
+    if 2 * sum(b.params.data for b in whole) <= sum(b.params.data for b in blocks):
+        return None
+    paths = {block.path.data for block in whole}
+    return next(
+        (r for cut in cuts if cut.block.data in paths for r in cut.whole if not cut.shards.data), None
+    )
 
 
 def _cuts_of_section(graph: GraphOp, section: SectionOp) -> list[CutOp]:

@@ -117,7 +117,10 @@ SENTENCES: dict[UnsplitKind, str] = {
     UnsplitKind.SMALL: "it is small",
     UnsplitKind.READ_BY_OTHER_CODE: "its parameter is read by code outside of its forward",
     UnsplitKind.TAKEN_FROM_INSIDE: "a result from inside of it (attention weights) is returned past it",
-    UnsplitKind.SMALL_MODEL_DIFFERS: "the same layer of small_model() is split otherwise",
+    UnsplitKind.SMALL_MODEL_DIFFERS: (
+        "the same layer of small_model() is split otherwise: it should have as many heads, of keys and values"
+        " too, as a replica has ranks, or two"
+    ),
     UnsplitKind.EXPERTS_BY_SEQUENCE: "with norms=sequence its experts stay whole",
     UnsplitKind.EXPERTS_INEXACT: "no way to split its experts was shown exact",
     UnsplitKind.EXPERTS_MIX_TOKENS: (

@@ -50,17 +50,20 @@ def make_cut_op(
     )
 
 
+def declared_tp(graph: GraphOp, block: str) -> frozenset[int] | None:
+    """The tp above 1 that the search found possible for a block; None if it has nothing to split."""
+    values = graph.blocks[block].attributes.get("tp")
+    if not isinstance(values, ArrayAttr):
+        return None
+    return frozenset(int(tp.value.data) for tp in values if isinstance(tp, IntegerAttr))
+
+
 def feasible_tp(graph: GraphOp, section: SectionOp) -> list[int]:
     """The tp above 1 that the search found possible for all blocks of a section; blocks with nothing to split
     do not count."""
-    declared = graph.blocks
-    noted = [declared[path].attributes.get("tp") for path in strings_of(section.blocks)]
-    by_block = [
-        {int(tp.value.data) for tp in values if isinstance(tp, IntegerAttr)}
-        for values in noted
-        if isinstance(values, ArrayAttr)
-    ]
-    return sorted(set.intersection(*by_block)) if by_block else []
+    declared = (declared_tp(graph, block) for block in strings_of(section.blocks))
+    by_block = [degrees for degrees in declared if degrees is not None]
+    return sorted(frozenset.intersection(*by_block)) if by_block else []
 
 
 def expert_counts(graph: GraphOp, section: SectionOp) -> list[int]:
