@@ -39,6 +39,8 @@ _CHANGING_METHODS = _GROWING_METHODS | {
 _IN_PLACE_METHOD = re.compile(r"(?!requires_grad_)\w*[^_]_")  # of tensors
 _CLASS_CELL = "__class__"  # the variable of `super()`
 _HANDLER = "<calls a block>"  # a constant of the outlined code, in place of the function that calls the block
+_COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+_COLLECTIONS = (ast.List, ast.Tuple, ast.Dict, ast.Set, *_COMPREHENSIONS)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -176,8 +178,10 @@ def outline_statements(function: FunctionType, owner: nn.Module, first: int, las
     source = ForwardSource(function, owner)
     if not 0 <= first <= last < len(source.statements) or source.widen_range(first, last) != (first, last):
         raise NotOutlinable("its statements need others")
-    moved, chosen = _move_independent(source.statements[first : last + 1])
-    before, after = [*source.statements[:first], *moved], source.statements[last + 1 :]
+    earlier, chosen = _move_independent(source.statements[first : last + 1])
+    chosen, later = _move_unneeded(chosen, source.self_name)
+    before = [*source.statements[:first], *earlier]
+    after = [*later, *source.statements[last + 1 :]]
     for node in (n for s in chosen for n in _walk_function(s)):
         if isinstance(node, ast.Global | ast.Nonlocal | ast.Delete | ast.Yield | ast.YieldFrom | ast.Await):
             raise NotOutlinable("it holds a statement that cannot be moved")
@@ -221,6 +225,27 @@ def _move_independent(statements: list[ast.stmt]) -> tuple[list[ast.stmt], list[
         plain = isinstance(statement, ast.Assign) and not _changed_in_place(statement)
         (moved if plain and not depends else kept).append(statement)
     return moved, kept
+
+
+def _move_unneeded(statements: list[ast.stmt], self_name: str) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    """Return a range without the assignments that its other statements do not need and that use nothing of
+    the module, and these, which may as well stand behind it: a mean of what a block has for each sample. What
+    reads lists, or what a loop or a condition sets, stays: a block returns tensors of the same kind."""
+    unlike = {n for s in statements for n in _changed_in_place(s)}
+    for statement in statements:
+        if not isinstance(statement, ast.Assign) or (
+            isinstance(statement.value, _COLLECTIONS) and not isinstance(statement.targets[0], ast.Tuple)
+        ):
+            unlike |= _stored(statement)
+    kept, moved = statements[-1:], list[ast.stmt]()
+    for statement in reversed(statements[:-1]):
+        own, read = _stored(statement), _names(statement, ast.Load)
+        needed = {n for s in kept for n in _all_names(s)}
+        set_behind = {n for s in kept for n in (*_stored(s), *_changed_in_place(s))}
+        is_free = not own & needed and not read & (set_behind | unlike | {self_name})
+        plain = isinstance(statement, ast.Assign) and not _changed_in_place(statement)
+        (moved if plain and is_free and not isinstance(kept[-1], ast.Return) else kept).insert(0, statement)
+    return kept, moved
 
 
 def _write_functions(
@@ -321,10 +346,10 @@ def _parse_file(filename: str) -> ast.Module:
 
 
 def _walk_function(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes below a statement that belong to its function, not to one that it defines."""
+    """Yield the nodes of a statement that belong to its function, not to one that it defines."""
     yield node
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, _Function | ast.ClassDef):
+    if not isinstance(node, _Function | ast.ClassDef):
+        for child in ast.iter_child_nodes(node):
             yield from _walk_function(child)
 
 

@@ -37,6 +37,8 @@ def name_lines(model: Path, first: str, last: str) -> str:
         ("sentence_lists", "told =", "return F.cross"),
         ("nested_sets", "padded =", "padded ="),
         ("probed_samples", "for row, seen", "apart = apart +"),
+        ("penalised_critic", "real = real.req", "(slope,) ="),
+        ("adapted_learner", "def score", "losses ="),
         # A sum over matched boxes, and rows of classes.
         pytest.param("matched_targets", "queries =", "distance = distance", marks=pytest.mark.slow),
     ],
@@ -141,6 +143,8 @@ def test_a_loop_over_time_steps_that_adds_up_the_loss(mean: bool, tmp_path: Path
         "transducer",
         "sentence_lists",
         "probed_samples",
+        "penalised_critic",
+        "adapted_learner",
     ],
 )
 @pytest.mark.parametrize("pins", [(), ("sharding=zero3", "dp=2")], ids=["chosen", "zero3"])
