@@ -26,10 +26,6 @@ GLOBAL_SUMS_OFFER = (
     "; or compute it exactly from the sums of the global batch with --global-sums, for one more forward in"
     " each step"
 )
-WHOLE_BATCH_MODULE = (
-    "put the lines that work on all samples into an nn.Module of their own that returns rows, and name it"
-    " with --whole-batch: it then takes all samples of a step at once"
-)
 _BALANCE_OFFER = (
     "; if it is the balance loss of a mixture of experts, --balance-loss global computes it exactly, with"
     f" one more forward in each step, and --accept {BALANCE_LOSS} computes it for each micro-batch alone; any"

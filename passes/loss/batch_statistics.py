@@ -25,7 +25,7 @@ from secc.ir.dialect.argument_template import CallArguments, format_arguments
 from secc.ir.dialect.ops import CallOp, Computation, GlueOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT
-from secc.passes.loss.loss_context import LossContext
+from secc.passes.loss.loss_context import WHOLE_BATCH_MODULE, LossContext
 from secc.passes.loss.numerators import make_numerator
 from secc.passes.loss.value_states import (
     LOCAL_STATE,
@@ -38,7 +38,10 @@ from secc.passes.loss.value_states import (
 from secc.runtime.plan.schema import SAMPLE_COUNT_SYMBOL
 
 STATISTIC_TARGET = "batch.statistic"  # glue that `SectionModule.statistic` computes
-_MIXED_REMEDY = "apply such a function to sums and means over the whole batch only, not to single samples"
+_MIXED_REMEDY = (
+    "apply such a function to sums and means over the whole batch only, not to single samples; or "
+    f"{WHOLE_BATCH_MODULE}"
+)
 _NO_STATISTIC_REMEDY = (
     "compute the balance loss in forward, from one row of the router's scores for each token, or accept it by"
     " micro-batches with --balance-loss micro-batch"

@@ -43,6 +43,10 @@ from secc.passes.loss.value_states import (
 
 WIDTH_KIND, DATA_KIND = "width", "data"
 COUNT_TYPE = TensorType.from_dims([], "i64")
+WHOLE_BATCH_MODULE = (
+    "put the lines that work on all samples into an nn.Module of their own that returns rows, and name it"
+    " with --whole-batch: it then takes all samples of a step at once"
+)
 DEFAULT_REMEDY = "let the loss be a sum or mean over samples of what each sample gives alone"
 
 

@@ -16,10 +16,16 @@ from secc.ir.dialect.readable_names import (
 )
 from secc.ir.dialect.size_expr import Expr, evaluate_size, size_symbol
 from secc.ir.dialect.tensor_type import tensor_type
-from secc.passes.loss.approximations import WHOLE_BATCH_MODULE, take_function_of_sums
+from secc.passes.loss.approximations import take_function_of_sums
 from secc.passes.loss.batch_positions import find_misplaced
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT
-from secc.passes.loss.loss_context import DEFAULT_REMEDY, LossContext, has_one_entry, is_floating
+from secc.passes.loss.loss_context import (
+    DEFAULT_REMEDY,
+    WHOLE_BATCH_MODULE,
+    LossContext,
+    has_one_entry,
+    is_floating,
+)
 from secc.passes.loss.op_tables import (
     ALONG_DIM_OPS,
     ATTENTION_OPS,

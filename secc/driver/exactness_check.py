@@ -52,6 +52,7 @@ from secc.runtime.training.one_rank_plan import (
     StepComparison,
 )
 
+_MOST_NAMED = 6  # blocks in a message
 _BRANCH_REMEDY = (
     "a branch of forward on an input that some samples lack (`if x is None`) is taken for the whole batch:"
     " choose by sample (a mask, torch.where), or let the branch only add a term to the loss"
@@ -315,10 +316,13 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
         if inexact.pattern
         else ""
     )
+    blocks = sorted({block for section in compiled.plan.sections for block in section.blocks})
+    more = ", …" if len(blocks) > _MOST_NAMED else ""
     remedy = (
         f"the model couples samples in a way that capture did not see{example}, or keeps something from one "
         "call of a module to the next (a counter, a buffer); --whole-batch BLOCK computes such a block "
-        "exactly; else train it with --max-sections 1 on one rank, and report it"
+        f"exactly (blocks are {', '.join(blocks[:_MOST_NAMED])}{more}); code outside of them belongs into an "
+        "nn.Module of its own for that"
     )
     if compiled.options.widths == "own":
         remedy = f"leave --widths own out, so that wider micro-batches are tried, too; else {remedy}"

@@ -47,7 +47,7 @@ def test_a_sum_that_meets_single_samples_is_refused(tmp_path: Path) -> None:
     (tmp_path / "normalised.py").write_text(source)
     with pytest.raises(UserError, match="depends on a block's result") as refused:
         compile_model(tmp_path / "normalised.py", CompileOptions(global_sums=True))
-    assert "not to single samples" in refused.value.remedy
+    assert "not to single samples" in refused.value.remedy and "--whole-batch" in refused.value.remedy
 
 
 @pytest.mark.parametrize(
