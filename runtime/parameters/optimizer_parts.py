@@ -4,8 +4,9 @@ would under the user's own function that makes the optimizer, with the hooks tha
 A hook may look at anything: norms of parameters, all gradients, the parameters that the function was given.
 So the function is called with parameters of the same names and random values, and the steps of an optimizer
 that keeps a part of them are compared with those of the whole one. Optimizers of torch that treat each entry
-alone, without hooks, need no steps (`elementwise_check` tries optimizers without their hooks). Ranks try
-nothing: hooks may write to the model, such as averages of its weights.
+alone, without hooks, need no steps (`elementwise_check` tries optimizers without their hooks). What hooks
+remember is put back (`hook_state`). Ranks try nothing: hooks may write to the model, such as averages of its
+weights.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import nn, optim
 
 from secc.runtime.parameters.elementwise_check import ELEMENTWISE_OPTIMIZERS
+from secc.runtime.parameters.hook_state import kept_state
 from secc.runtime.parameters.sharded_optimizer import ParameterSlice, shard_optimizer
 
 NamedParams = list[tuple[str, nn.Parameter]]
@@ -140,11 +142,13 @@ def _step_on_part(
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), float):
             group["lr"] = _LEARNING_RATE
-    for step in gradients:
-        for name, (start, stop) in part.items():
-            if stop > start:
-                held[name].grad = step[name].flatten()[start:stop].view_as(held[name]).clone()
-        optimizer.step()
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    with kept_state(hook for table in hooks for hook in table.values()):
+        for step in gradients:
+            for name, (start, stop) in part.items():
+                if stop > start:
+                    held[name].grad = step[name].flatten()[start:stop].view_as(held[name]).clone()
+            optimizer.step()
     found: dict[str, torch.Tensor] = {}
     for name, (start, stop) in part.items():
         found[name] = starts[name].flatten().clone()

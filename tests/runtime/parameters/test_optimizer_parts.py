@@ -86,3 +86,45 @@ def test_nothing_is_known_of_an_optimizer_that_fails_on_other_parameters() -> No
         raise ValueError(params[0][0])
 
     assert why_not_apart(build, PARAMETERS) is None
+
+
+COUNTS: dict[str, Any] = {"steps": 0, "norms": []}
+STEPS = 0
+
+
+class Counter:
+    """A hook that counts what it sees, in itself and in variables of the file."""
+
+    def __init__(self) -> None:
+        self.steps, self.seen, self.mean = 0, [torch.zeros(2)], {"norm": torch.zeros(())}
+
+    def __call__(self, found: optim.Optimizer, *_: Any) -> None:
+        self.steps += 1
+        self.seen[0] += 1
+        self.seen.append(torch.ones(2))
+        self.mean["norm"] = self.mean["norm"] + 1
+        count_in_file()
+        clip_all([p for g in found.param_groups for p in g["params"] if p.grad is not None])
+
+
+def count_in_file() -> None:
+    global STEPS
+    STEPS += 1
+    COUNTS["steps"] += 1
+    COUNTS["norms"].append(1)
+
+
+@pytest.mark.parametrize("as_method", [False, True])
+def test_what_hooks_remember_is_put_back(as_method: bool) -> None:
+    counter, outer = Counter(), [0]
+
+    def build(params: NamedParams) -> optim.Optimizer:
+        optimizer = optim.SGD([p for _, p in params], lr=0.1)
+        optimizer.register_step_pre_hook(counter.__call__ if as_method else counter)
+        optimizer.register_step_post_hook(lambda *_: outer.append(1))
+        return optimizer
+
+    assert "differently where others" in (why_not_apart(build, PARAMETERS) or "")
+    assert (counter.steps, len(counter.seen), float(counter.mean["norm"])) == (0, 1, 0.0)
+    assert torch.equal(counter.seen[0], torch.zeros(2)) and outer == [0]
+    assert (STEPS, COUNTS) == (0, {"steps": 0, "norms": []})
