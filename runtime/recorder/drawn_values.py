@@ -45,8 +45,10 @@ class DrawnValues:
     ) -> tuple[Any, Any] | None:
         """Return the arguments of an op, with values in place of tensors. None for an op that takes no drawn
         tensor, or one that is unknown for another reason."""
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         takes_shape_only = func in _SHAPE_ONLY_OPS
+        if not takes_shape_only and not self._values:
+            return None
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not takes_shape_only and not any(id(t) in self._values for t in tensors):
             return None
         if any(t.numel() > _MAX_ENTRIES for t in tensors):
