@@ -203,6 +203,7 @@ class Allocate(ModulePass):
         if enlarged is not None:
             solved, own = _add_plan(solved, enlarged)
             won = replace(enlarged.refined, assignment=own)
+            facts |= _micro_batch_facts(enlarged)
         evaluator = solved.make_evaluator()
         interleaved = interleave_close_plans(
             evaluator,
@@ -525,6 +526,16 @@ def _dealing_facts(dealt: DealtPlan) -> dict[str, Any]:
     )
 
 
+def _micro_batch_facts(plan: EnlargedPlan) -> dict[str, Any]:
+    """Seconds of the scheduled step with each limit of samples in a micro-batch that was taken."""
+    return {
+        "micro_batches": {
+            section: {str(size): ns / 10**9 for size, ns in by_size.items()}
+            for section, by_size in plan.step_ns.items()
+        }
+    }
+
+
 def _interleaving_facts(plan: InterleavedPlan) -> dict[str, Any]:
     """The scheduled step in seconds with one piece of layers on a rank and with two, by section, and how many
     times as long the ways take that were dropped on the first batch."""
@@ -544,7 +555,8 @@ def _write_allocation(
     facts: Mapping[str, Any] | None = None,
 ) -> None:
     """`least_step_s`: what a step takes at least under any plan, 0 if unknown. `facts`: steps of ways to deal
-    samples to ranks of cp, and to divide layers into pieces on a rank. Both are for the solver's record."""
+    samples to ranks of cp, of larger micro-batches, and of ways to divide layers into pieces on a rank. Both
+    are for the solver's record."""
     work, asked, pins, size = solved.work, solved.problem, solved.pins, solved.run_ahead
     solution = replace(solved.solution, assignment=won.assignment, time_ns=won.closed_form_ns)
     value = evaluate_assignment(asked, solution.assignment)

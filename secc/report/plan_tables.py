@@ -12,6 +12,7 @@ from secc.report.expected_error import expected_error_text
 from secc.report.text_table import (
     MAX_RANKS_WIDTH,
     TextTable,
+    amount_text,
     blocks_text,
     bytes_text,
     count_text,
@@ -74,6 +75,8 @@ def plan_summary(plan: Plan) -> list[tuple[str, str]]:
         facts.insert(-2, ("dynamic cp", text))
     if text := batch_steps_text(plan):
         facts.insert(4, ("steps of batches", text))
+    if text := _micro_batches_text(plan):
+        facts.insert(-2, ("larger micro-batches", text))
     if text := _interleaving_text(plan):
         facts.insert(-2, ("stages", text))
     if plan.run_ahead_gib:
@@ -177,6 +180,20 @@ def _dropped_texts(dropped: Mapping[str, Mapping[str, float]], names: Mapping[st
             for way, ratio in ways.items()
         )
         yield f"{section}, dropped on the first batch: {', '.join(texts)}"
+
+
+def _micro_batches_text(plan: Plan) -> str:
+    """The sections that got larger micro-batches, which make the scheduled step shorter, with the steps; ""
+    where none did."""
+    compared: dict[str, dict[str, float]] = plan.solver.get("micro_batches", {})
+    return "; ".join(
+        f"{section} (its replicas wait for each other): "
+        + ", ".join(
+            f"{seconds:.4g} s with up to {amount_text(int(size), 'sample')}"
+            for size, seconds in by_size.items()
+        )
+        for section, by_size in compared.items()
+    )
 
 
 def _interleaving_text(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io import module_text
 from secc.passes.allocate import Allocate
 from secc.report.html_page import report_page
-from secc.report.plan_tables import plan_tables
+from secc.report.plan_tables import plan_summary, plan_tables
 from secc.report.text_table import bytes_text
 from secc.runtime.plan.schema import ModelRef, Plan
 
@@ -136,6 +137,15 @@ def plan() -> Plan:
         for path in ("model.vision_tower", "model.language_model", "lm_head")
     }
     return plan_codegen.build_plan(module, ModelRef("model.py", "0" * 64, parameters), {})
+
+
+def test_larger_micro_batches_are_named_with_their_steps(plan: Plan) -> None:
+    solver = {**plan.solver, "micro_batches": {"language_model": {"1": 0.5, "4": 0.25}}}
+    name = "larger micro-batches"
+    text = dict(plan_summary(replace(plan, solver=solver)))[name]
+    steps = "0.5 s with up to 1 sample, 0.25 s with up to 4 samples"
+    assert text == f"language_model (its replicas wait for each other): {steps}"
+    assert name not in dict(plan_summary(plan))
 
 
 def test_report_lists_reasons(plan: Plan) -> None:

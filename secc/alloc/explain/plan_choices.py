@@ -25,7 +25,8 @@ from secc.ir.dialect.ops import GraphOp, SectionOp
 DEFAULT_SOLVER_STATUS = {"status": "FEASIBLE", "gap": "1.0", "tried": "1", "least_step_s": "0.0"}
 SIMULATED_STEP = "simulated_s"
 DROPPED_WAYS = "dropped"  # by section and way, its step over that of the plan on the first batch
-COMPARED_STEPS = ("dynamic_cp", "interleaved", DROPPED_WAYS)  # tables within tables of seconds and ratios
+# Tables within tables of seconds and ratios.
+COMPARED_STEPS = ("dynamic_cp", "micro_batches", "interleaved", DROPPED_WAYS)
 NUMBER_KEYS = ("dp", "tp", "pp", "chunks", "cp", "ep", "micro_batch")
 WORD_KEYS = ("sharding", "recompute", "backward", "cp_per", "cp_degrees", "offload", "placement", "norms")
 UNWRITTEN_DEGREES = ("cp", "ep", "chunks")  # 1 where a section has no such attribute

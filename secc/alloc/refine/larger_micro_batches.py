@@ -12,7 +12,7 @@ the step shorter: on the first batch, and on all batches if it takes no longer t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from secc.alloc.problem.build_problem import price_edges
 from secc.alloc.problem.candidates import price_fitting_candidates
@@ -30,10 +30,12 @@ MOST_PASSES = 4  # over all sections
 
 @dataclass(frozen=True)
 class EnlargedPlan:
-    """A plan after the choice, with its problem."""
+    """A plan after the choice, with its problem. `step_ns`: by section with a larger limit, the scheduled
+    step with the plan's limit and each larger one that was taken, in the order in which they were."""
 
     problem: Problem
     refined: RefinedPlan
+    step_ns: Mapping[str, Mapping[int, int]] = field(default_factory=dict[str, Mapping[int, int]])
 
 
 def enlarge_micro_batches(
@@ -45,6 +47,7 @@ def enlarge_micro_batches(
     chosen = {s: evaluator.problem.sections[s][i] for s, i in won.assignment.choice.items()}
     best = replace(won, assignment=replace(won.assignment, choice=dict.fromkeys(chosen, 0)))
     evaluator, found = evaluator.with_problem(_problem_of(evaluator, chosen)), None
+    step_ns = dict[str, dict[int, int]]()
     for _ in range(MOST_PASSES):
         before = best
         for section, ratio in ((s, r) for s in chosen for r in RATIOS):
@@ -58,9 +61,12 @@ def enlarge_micro_batches(
             evaluation, tries = tried.evaluate(best.assignment, ranks), best.evaluated_plans + 1
             saved_ns = best.evaluation.time_ns - evaluation.time_ns
             if evaluation.fits and saved_ns * STEP_RESOLUTION > evaluation.time_ns:
+                before_size, size = (p.sections[section][0].micro_batch for p in (evaluator.problem, larger))
+                steps = step_ns.setdefault(section, {before_size: best.evaluation.time_ns})
+                steps[size] = evaluation.time_ns
                 ns = evaluate_assignment(larger, best.assignment).time_ns
                 best = replace(best, evaluation=evaluation, closed_form_ns=ns, evaluated_plans=tries)
-                evaluator, found = tried, EnlargedPlan(larger, best)
+                evaluator, found = tried, EnlargedPlan(larger, best, step_ns)
         if best is before:
             break
     return found

@@ -45,6 +45,13 @@ def test_a_larger_limit_that_makes_the_step_shorter_is_taken() -> None:
     pinned, same, _ = mixture_plan(f"lm.micro_batch={larger.micro_batch}")
     assert same.evaluation.time_ns == found.refined.evaluation.time_ns
     assert larger.memory == pinned.problem.sections["lm"][0].memory
+    steps = found.step_ns["lm"]
+    assert list(found.step_ns) == ["lm"] and list(steps.values()) == sorted(steps.values(), reverse=True)
+    sizes = list(steps)
+    assert (sizes[0], sizes[-1]) == (1, larger.micro_batch)
+    assert (
+        steps[1] == won.evaluation.time_ns and steps[larger.micro_batch] == found.refined.evaluation.time_ns
+    )
     assert larger.time_ns <= evaluator.problem.sections["lm"][0].time_ns
 
 

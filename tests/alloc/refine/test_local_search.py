@@ -403,6 +403,8 @@ def test_a_plan_is_rebuilt_from_its_choices() -> None:
         "dynamic_cp/sections/lm/section=0.5",
         "dynamic_cp/sections/lm/any=0.25",
         "dynamic_cp/step_s/priced as dealt=0.25",
+        "micro_batches/lm/1=0.5",
+        "micro_batches/lm/2=0.25",
         "interleaved/lm/loop=1e-05",
         "dropped/lm/v=1.25",
     )
@@ -416,6 +418,7 @@ def test_a_plan_is_rebuilt_from_its_choices() -> None:
     record = graph_of(again).attributes["solver"]
     assert isinstance(record, StringAttr)
     solver = json.loads(record.data)
+    assert solver["micro_batches"] == {"lm": {"1": 0.5, "2": 0.25}}
     assert solver["interleaved"] == {"lm": {"loop": 1e-05}} and solver["dropped"] == {"lm": {"v": 1.25}}
     assert solver["dynamic_cp"]["sections"] == {"lm": {"section": 0.5, "any": 0.25}}
     assert (
