@@ -1,6 +1,6 @@
 """Explains why plain PyTorch gives a sample alone another gradient than twice in one batch: its forward lets
-samples of a batch see each other a little, which float64 tells from rounding, or an operator is wrong for
-batches of one sample.
+samples of a batch see each other a little, which float64 tells from rounding, its backward computes with the
+whole batch (a hook that divides by a norm), or an operator is wrong for batches of one sample.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ def find_fault_of_one(
     same within the tolerances of float32; None if there is no such sample.
 
     It names the module that makes other values of a sample if another one is in its batch, or else says that
-    an operator is wrong. The model draws no random numbers.
+    a backward computes with the batch (two and three copies differ, too) or that an operator is wrong. The
+    model draws no random numbers.
     """
     for sample in samples:
-        difference = _compare_alone_and_twice(user, model, sample)
+        difference = _compare_copies(user, model, sample, (1, 2))
         if difference.loss > 1:
             continue
         worst, off = difference.worst, f"{difference.gradient:.3g} tolerances"
@@ -58,6 +59,14 @@ def find_fault_of_one(
                 " its batch, by less than float32 shows in the loss",
                 forward_source_line(type(model.get_submodule(path))),
                 f"let {path} compute each sample by itself (attention within it, its own positions)",
+            )
+        if _compare_copies(user, model, sample, (2, 3)).gradient > _FAULT_TOLERANCES:
+            return UserError(
+                f"{what}, and three times in one batch gives a third one: a backward computes with the batch",
+                find_parameter_place(model, worst) or str(user.path),
+                "let hooks on gradients (`register_hook`) and backwards of your autograd.Functions treat each"
+                " sample by itself, without norms or numbers of samples of the batch; or put them into a"
+                " module of their own and name it: --whole-batch PATH computes all samples at once",
             )
         return _wrong_operator(user, model, what, worst)
     return None
@@ -115,9 +124,9 @@ def _find_worst_in_float64(user: UserModel, model: nn.Module, sample: Mapping[st
     return max(shares.items(), key=lambda item: item[1], default=("", 0.0))
 
 
-def _ratio_of_losses(alone: LossAndGradients, twice: LossAndGradients) -> float:
-    """Returns 2 where the loss is a sum over samples, 1 where it is a mean."""
-    return 2.0 if abs(twice.loss - 2 * alone.loss) < abs(twice.loss - alone.loss) else 1.0
+def _ratio_of_losses(fewer: LossAndGradients, more: LossAndGradients, growth: float = 2.0) -> float:
+    """Returns the growth in samples where the loss is a sum over samples, 1 where it is a mean."""
+    return growth if abs(more.loss - growth * fewer.loss) < abs(more.loss - fewer.loss) else 1.0
 
 
 def find_parameter_place(model: nn.Module, name: str) -> str:
@@ -132,13 +141,14 @@ def find_parameter_place(model: nn.Module, name: str) -> str:
     return ""
 
 
-def _compare_alone_and_twice(
-    user: UserModel, model: nn.Module, sample: Mapping[str, Any]
+def _compare_copies(
+    user: UserModel, model: nn.Module, sample: Mapping[str, Any], counts: tuple[int, int]
 ) -> ResultDifference:
-    alone, twice = (run_eager(model, user.collate([sample] * n)) for n in (1, 2))
-    ratio = _ratio_of_losses(alone, twice)
-    scaled = {n: None if g is None else ratio * g for n, g in alone.gradients.items()}
-    return compare_results(LossAndGradients(ratio * alone.loss, scaled), twice)
+    """Compares batches with so many copies of one sample."""
+    fewer, more = (run_eager(model, user.collate([sample] * n)) for n in counts)
+    ratio = _ratio_of_losses(fewer, more, counts[1] / counts[0])
+    scaled = {n: None if g is None else ratio * g for n, g in fewer.gradients.items()}
+    return compare_results(LossAndGradients(ratio * fewer.loss, scaled), more)
 
 
 def find_coupling_module(user: UserModel, model: nn.Module, sample: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from secc.driver import exactness_check
-from secc.driver.batch_of_one import find_coupling_module
+from secc.driver.batch_of_one import find_coupling_module, find_fault_of_one
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness, refuse_faults_of_one
@@ -83,6 +83,57 @@ def test_a_plan_computes_it_correctly(tmp_path: Path) -> None:
     options = CompileOptions(cluster="local:1", global_batch=4, set=("model.micro_batch=1",))
     plan = check_exactness(compile_model(tmp_path / "model.py", options), required=True).plan
     assert plan.sections[0].micro_batch == 1
+
+
+HOOKED = """
+import torch
+from torch import nn
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * len(gradient)
+
+
+def divide_by_norm(hidden):
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: gradient / gradient.norm())
+    return hidden
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(THROUGH(self.first(x))).square().mean()
+
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+
+def dataset():
+    return [{"x": torch.randn(8)} for _ in range(7)]
+"""
+
+
+@pytest.mark.parametrize("through", ["Times.apply", "divide_by_norm"])
+def test_a_backward_that_computes_with_the_batch_is_named(through: str, tmp_path: Path) -> None:
+    """No operator is blamed for gradients that differ between batches of two and of three samples, too."""
+    (tmp_path / "model.py").write_text(HOOKED.replace("THROUGH", through))
+    user = load_model_file(tmp_path / "model.py")
+    error = find_fault_of_one(user, user.build_model(), [user.load_sample(0)])
+    assert error is not None
+    assert "a backward computes with the batch" in error.message and "register_hook" in error.remedy
+    assert error.where == "model.py:27" and "--whole-batch" in error.remedy
 
 
 @pytest.mark.parametrize(("off", "remedy"), [(1e4, "is wrong for batches of one"), (10.0, "in float64, too")])
