@@ -64,6 +64,11 @@ COUPLINGS = {
     "state": ("a tensor of the model that forward changes depending on its inputs", STATE_REMEDY),
 }
 
+SOFTMAX_REMEDY = (
+    "write this softmax of inputs as shares of a sum, which are exact: `e = x.exp()`, `e / e.sum(0)`; shift x"
+    " in dataset() if its values are large"
+)
+
 
 def find_mixing(ctx: LossContext, op: Computation) -> BadState | None:
     """The bad state of an op that is known to make samples depend on each other, None for any other op."""
@@ -95,11 +100,12 @@ def find_mixing(ctx: LossContext, op: Computation) -> BadState | None:
     position, keyword, default = ALONG_DIM_OPS[name]
     dim = get_argument(op, position, keyword, default)
     dim = default if isinstance(dim, bool) else dim
-    return (
-        ctx.refuse_op(op, "works along a dim that carries samples")
-        if samples & set(normalize_dims(dim, rank))
-        else None
-    )
+    if not samples & set(normalize_dims(dim, rank)):
+        return None
+    why = "works along a dim that carries samples"
+    if name in {"_softmax", "softmax"} and ctx.is_input_only(op.operands[0]):
+        return ctx.refuse_op(op, why, SOFTMAX_REMEDY)
+    return ctx.refuse_op(op, why)
 
 
 def find_mixing_by_numbers(ctx: LossContext, op: GlueOp) -> BadState | None:

@@ -87,6 +87,15 @@ def test_a_loss_that_reads_a_number_of_the_batch_takes_all_samples(loss: str, tm
     assert note.where.startswith("model.py:21") and note.remedy
 
 
+def test_a_softmax_of_inputs_over_samples_is_answered_with_shares_of_a_sum(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="works along a dim that carries samples") as refused:
+        _, _, module = captured(tmp_path, ["(share.softmax(0) * y.mean((1, 2))).sum()"])
+        pass_pipeline.run_passes(module, pass_pipeline.parse_pipeline(PASSES))
+    assert "e / e.sum(0)" in refused.value.remedy
+    _, _, module = captured(tmp_path, ["(share.exp() / share.exp().sum(0) * y.mean((1, 2))).sum()"])
+    pass_pipeline.run_passes(module, pass_pipeline.parse_pipeline(PASSES))
+
+
 @pytest.mark.parametrize("loss", REFUSED)
 def test_a_loss_that_mixes_samples_is_refused_with_op_and_line(loss: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
