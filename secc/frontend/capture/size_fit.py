@@ -139,7 +139,7 @@ class SizeFitter:
         yield from self._fit_least_width(values)
         yield from self._fit_wider_width(values, [one])
         for expr in _fit_combinations(values, ((m, one) for m in every)):
-            self._doubt_at(self._find_negative_width(expr, values))
+            self._doubt_at(self._find_negative_width(expr, values) or self._find_far_width(expr, 2))
             yield expr
         for expr in _fit_combinations(values, itertools.combinations(every, 2)):
             self._doubt_if_divided(expr)
@@ -149,7 +149,10 @@ class SizeFitter:
             _fit_combinations(values, ((*pair, one) for pair in itertools.combinations(small, 2))),
             _fit_combinations(values, itertools.combinations(small, 3)),
         ):
-            self._doubt_at(self._find_far_width(expr))
+            far = self._find_far_width(expr, _TERMS_IN_DOUBT + 1)
+            if far is None and self._count_sizes(expr) <= _TERMS_IN_DOUBT:
+                continue  # nothing checks it
+            self._doubt_at(far)
             self._doubt_if_divided(expr)
             yield expr
         strides = find_strides(self.size_rows, values, self.moving_symbols, self._padded_symbols)
@@ -215,13 +218,19 @@ class SizeFitter:
             return None
         return name, int(most) + 1
 
-    def _find_far_width(self, expr: Expr) -> tuple[str, int] | None:
-        """Returns a symbol of a sum of three terms that can be made twice as large as in any observation;
-        None if two observations check what three determine."""
+    def _find_far_width(self, expr: Expr, enough: int) -> tuple[str, int] | None:
+        """Returns a symbol of a sum that can be made twice as large as in any observation; None if there is
+        none, or if its symbols have been observed at more sizes than are `enough` for an expression in
+        doubt."""
         names = sorted(symbol_names(expr) & self._padded_symbols)
-        if not names or len(self.size_rows) >= _TERMS_IN_DOUBT + 2:
+        if not names or self._count_sizes(expr) > enough:
             return None
         return names[0], 2 * max(row[names[0]] for row in self.size_rows)
+
+    def _count_sizes(self, expr: Expr) -> int:
+        """The number of different sizes at which the symbols of an expression have been observed."""
+        names = symbol_names(expr)
+        return len({tuple(row[n] for n in names) for row in self.size_rows})
 
     def _doubt_if_divided(self, expr: Expr) -> None:
         """Doubts a sum over several symbols with a fraction of one: half of a difference fits what a stride

@@ -3,6 +3,7 @@ is refused."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -105,6 +106,18 @@ def test_half_a_difference_of_two_lengths_is_doubted() -> None:
         rows += [{**rows[0], name: size}]
     found = SizeFitter(rows, free={"S", "F"}).fit_integer([(row["F"] + 1) // 2 for row in rows])
     assert found is not None and evaluate_size(found, {"S": 40, "F": 101}) == 51
+
+
+@pytest.mark.parametrize("free", ["", "S"])
+@pytest.mark.parametrize("widths", [(8, 9, 10), (9, 11)])
+def test_a_size_that_is_seen_again_checks_nothing(widths: tuple[int, ...], free: str) -> None:
+    """Through three points goes a parabola: `(S + 1)//2` at 8, 9 and 10."""
+    rows = [{"B": b, "S": s} for b, s in itertools.product((2, 3), widths)]
+    fitter = SizeFitter(rows, free=free)
+    fitter.fit_integer([(row["S"] + 1) // 2 for row in rows])
+    rows += [{**rows[0], name: size} for name, size in fitter.doubts]
+    found = SizeFitter(rows, free=free).fit_integer([(row["S"] + 1) // 2 for row in rows])
+    assert found is None or [int(evaluate_size(found, {"S": s})) for s in (20, 21)] == [10, 11]
 
 
 def test_random_numbers_stay_unexplained() -> None:
