@@ -50,6 +50,10 @@ ROUNDING_DECIDES: Mapping[str, str] = {
         " the gradient of sampling jumps; with AdamW's 1e-3 the loss goes from 18 to 56 to 19. So plain"
         " PyTorch with weights moved by their last bit gives losses of step 3 that differ by 5e-5 to 1.3e-3"
     ),
+    "questions/led": (
+        "this bias is added to the scores of all positions alike, which a softmax over positions takes out"
+        " again: its gradient is zero but for what rounding leaves"
+    ),
 }
 
 UNBUILT: Mapping[str, str] = {
