@@ -4,10 +4,9 @@ whole.
 `secc.frontend.tp_search` has found and verified the layouts; here they are put together. A parameter of
 several sections, or that glue reads, stays whole with its module, unless all glue that reads it works on
 vocabulary shards (`secc.ir.analysis.vocab_sharding`); tied parameters are split if all of them are split the
-same way. A tp is refused if it does not divide the number of heads, or if nothing can be split by it, or less
-than half of what allocation took it to divide. A plan
-for comparison only (`assume`) may have a tp that was not tested, if the search found it possible for all
-blocks.
+same way. A tp is refused if it does not divide the number of heads, if nothing can be split by it, or if most
+parameters stay whole that allocation took to be split. A plan for comparison only (`assume`) may have a tp
+that was not tested, if the search found it possible for all blocks.
 """
 
 from __future__ import annotations
@@ -138,8 +137,8 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
 def _why_mostly_whole(
     graph: GraphOp, section: SectionOp, tp: int, cuts: Sequence[CutOp]
 ) -> UnsplitAttr | None:
-    """Why a tp that allocation took to divide most of a section does not; None if it does. Allocation goes by
-    a search without values; the cuts have been verified, as far as they are split."""
+    """Why blocks with most of a section's parameters stay whole, although the search without values, by which
+    allocation goes, found them divisible; None if they do not."""
     computing = {"colwise", "experts", *WHOLE_EXPERTS}
     split = {cut.block.data for cut in cuts if any(style.kind.data in computing for style in cut.styles)}
     blocks = [graph.blocks[path] for path in strings_of(section.blocks)]

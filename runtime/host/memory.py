@@ -20,7 +20,9 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
         left = next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     for limit, used in _CGROUP_FILES:
         with suppress(OSError, ValueError):  # "max" is no limit
-            left = min(
-                left, int((cgroup / limit).read_text(encoding="utf-8")) - int((cgroup / used).read_text())
-            )
+            left = min(left, _read_number(cgroup / limit) - _read_number(cgroup / used))
     return left
+
+
+def _read_number(path: Path) -> int:
+    return int(path.read_text(encoding="utf-8"))

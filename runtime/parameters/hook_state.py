@@ -23,7 +23,7 @@ _LEFT_ALONE = (nn.Module, nn.Parameter, optim.Optimizer, type, ModuleType)
 
 
 @contextmanager
-def kept_state(hooks: Iterable[Callable[..., Any]]) -> Iterator[None]:
+def restored_hook_state(hooks: Iterable[Callable[..., Any]]) -> Iterator[None]:
     """Put back, after the steps inside, what `hooks` can reach and have changed."""
     saved = _SavedState()
     for hook in hooks:
@@ -31,7 +31,7 @@ def kept_state(hooks: Iterable[Callable[..., Any]]) -> Iterator[None]:
     try:
         yield
     finally:
-        saved.restore()
+        saved.restore_values()
 
 
 class _SavedState:
@@ -50,7 +50,7 @@ class _SavedState:
             self._files.add(named.__module__)
             self._save(hook, 0)
 
-    def restore(self) -> None:
+    def restore_values(self) -> None:
         """Put back what was saved."""
         for put_back in self._restores:
             put_back()

@@ -19,7 +19,7 @@ import torch
 from torch import nn, optim
 
 from secc.runtime.parameters.elementwise_check import ELEMENTWISE_OPTIMIZERS
-from secc.runtime.parameters.hook_state import kept_state
+from secc.runtime.parameters.hook_state import restored_hook_state
 from secc.runtime.parameters.sharded_optimizer import ParameterSlice, shard_optimizer
 
 NamedParams = list[tuple[str, nn.Parameter]]
@@ -143,7 +143,7 @@ def _step_on_part(
         if isinstance(group.get("lr"), float):
             group["lr"] = _LEARNING_RATE
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    with kept_state(hook for table in hooks for hook in table.values()):
+    with restored_hook_state(hook for table in hooks for hook in table.values()):
         for step in gradients:
             for name, (start, stop) in part.items():
                 if stop > start:

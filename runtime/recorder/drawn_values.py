@@ -32,12 +32,12 @@ class DrawnValues:
     def __init__(self) -> None:
         self._values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of the tensor, kept alive
 
-    def keep(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Keep the value of a tensor."""
+    def keep_value(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Keep the values of a tensor (any shape) as those of `tensor`."""
         self._values[id(tensor)] = tensor, value
 
-    def find(self, tensor: Any) -> torch.Tensor | None:
-        """Return the value of a tensor, None if there is none."""
+    def find_value(self, tensor: Any) -> torch.Tensor | None:
+        """Return the values that are kept of a tensor; None if there are none."""
         return self._values[id(tensor)][1] if id(tensor) in self._values else None
 
     def find_arguments(
@@ -56,7 +56,7 @@ class DrawnValues:
         is_mutable = func._schema.is_mutable
         found = dict[int, torch.Tensor]()
         for t in tensors:
-            value = self.find(t)
+            value = self.find_value(t)
             if value is None and not is_unknown(t):
                 value = t.detach().clone() if is_mutable else t.detach()
             elif value is None and takes_shape_only:
@@ -66,18 +66,18 @@ class DrawnValues:
             found[id(t)] = value
         return pytree.tree_map(lambda t: found[id(t)] if isinstance(t, torch.Tensor) else t, (args, kwargs))
 
-    def follow(self, func: Any, arguments: tuple[Any, Any], out: Any) -> None:
-        """Keep the values of an op's result `out`, from the values of its arguments."""
+    def compute_results(self, func: Any, arguments: tuple[Any, Any], out: Any) -> None:
+        """Compute an op from the values of its arguments, and keep these values of its result `out`."""
         with torch.no_grad():
             values = func(*arguments[0], **arguments[1])
         pairs = zip(pytree.tree_leaves(out), pytree.tree_leaves(values), strict=True)
         for tensor, value in pairs:
             if isinstance(tensor, torch.Tensor):
-                self.keep(tensor, value)
+                self.keep_value(tensor, value)
 
-    def forget(self, tensor: torch.Tensor) -> None:
+    def forget_memory(self, tensor: torch.Tensor) -> None:
         """Forget the values of all tensors in the memory of this one, where unknown values are written."""
-        value = self.find(tensor)
+        value = self.find_value(tensor)
         if value is not None:
             memory = value.untyped_storage()._cdata
             self._values = {

@@ -103,13 +103,13 @@ class OpExecutor:
     def mark_drawn(self, tensor: torch.Tensor) -> None:
         """Mark the values of a tensor (any shape) as unknown that a random op has just drawn."""
         if self._drawn_values is not None and not self.has_unknown_values(tensor):
-            self._drawn_values.keep(tensor, tensor.detach().clone())
+            self._drawn_values.keep_value(tensor, tensor.detach().clone())
         self.mark_unknown(tensor)
 
     def adopt_draw(self, copy: torch.Tensor, tensor: torch.Tensor) -> None:
         """Take what is known of a tensor that random numbers decide for a shallow copy of it."""
-        if self._drawn_values is not None and (value := self._drawn_values.find(tensor)) is not None:
-            self._drawn_values.keep(copy, value)
+        if self._drawn_values is not None and (value := self._drawn_values.find_value(tensor)) is not None:
+            self._drawn_values.keep_value(copy, value)
 
     def fake_if_unknown(self, value: Any) -> Any:
         """Return a fake tensor for one with unknown values; any other value as it is."""
@@ -132,10 +132,10 @@ class OpExecutor:
         values = drawn.find_arguments(func, args, kwargs, self.has_unknown_values)
         if values is None:
             for target in written_tensors(func, args, kwargs):
-                drawn.forget(target)
+                drawn.forget_memory(target)
         out = self._execute_with_drawn_rows(func, args, kwargs, values, drawn)
         if values is not None:
-            drawn.follow(func, values, out)
+            drawn.compute_results(func, values, out)
         return out
 
     def _execute_with_drawn_rows(
@@ -243,7 +243,7 @@ def grouped_mm_result(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | Non
 def _known_mask(index: Any, drawn: DrawnValues) -> Any:
     """Return the values of a mask that is drawn; any other index as it is."""
     is_mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-    value = drawn.find(index) if is_mask else None
+    value = drawn.find_value(index) if is_mask else None
     return index if value is None else value
 
 

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from secc.runtime.errors import UserError
 from secc.runtime.model.source_lines import SourceLines, random_call_name
 
-# Ops with results of which the arguments behind the first decide the shape.
+# Ops that take rows of their first argument: the other arguments decide how many.
 _PICKING_OPS = (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default)
 _MAX_COMPARED_ENTRIES = 1024  # larger values that Python reads are compared by their hash
 

@@ -22,11 +22,11 @@ from secc.runtime.training.widened_floats import DtypeWatch
 
 _aten = torch.ops.aten
 _CTC_OPS = (_aten._ctc_loss.default, _aten._ctc_loss.Tensor)
-# Products, with the places of their two matrices: they make large tensors of small ones, such as scores for
-# every word.
+# Products, with the place of the first of their two matrices among the arguments: they make large tensors of
+# small ones, such as scores for every word.
 _PRODUCTS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
 _LARGE = 64 << 20  # bytes of a tensor
-_COPIES = 3  # of a tensor that are to come: what a softmax makes of it, and gradients
+_COPIES = 3  # tensors of the same size that later ops make of one: a softmax of scores, and gradients
 _GIB = 1 << 30
 
 
@@ -42,7 +42,7 @@ class EagerWatch(DtypeWatch):
             x, y = args[place : place + 2]
             _check_memory(x, prod(x.shape[:-1]) * y.shape[-1] * x.element_size(), 1 + _COPIES)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if isinstance(result, torch.Tensor):
+        if isinstance(result, torch.Tensor) and result.layout is torch.strided:  # others have no storage
             _check_memory(result, result.untyped_storage().nbytes(), _COPIES)
         return result
 

@@ -226,8 +226,8 @@ class OneRankPlan:
             raise UserError(
                 f"the plan fails where plain PyTorch computes a loss: {reason}",
                 error_source_line(error) or str(self.user.path),
-                "let sizes here follow from those of the inputs alone, for padded inputs, too; or compute"
-                " this line and what it takes in one nn.Module, which is called as it is",
+                "let sizes here depend on the sizes of the inputs alone, of padded inputs, too; or put this"
+                " line and those that make its arguments into one nn.Module, which secc calls as it is",
             ) from error
         return StepComparison(result, reference, compare_results(result, reference, tolerances), tolerances)
 

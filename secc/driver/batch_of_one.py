@@ -144,7 +144,7 @@ def find_parameter_place(model: nn.Module, name: str) -> str:
 def _compare_copies(
     user: UserModel, model: nn.Module, sample: Mapping[str, Any], counts: tuple[int, int]
 ) -> ResultDifference:
-    """Compares batches with so many copies of one sample."""
+    """Compares two batches that hold `counts` copies of one sample, with gradients and loss scaled alike."""
     fewer, more = (run_eager(model, user.collate([sample] * n)) for n in counts)
     ratio = _ratio_of_losses(fewer, more, counts[1] / counts[0])
     scaled = {n: None if g is None else ratio * g for n, g in fewer.gradients.items()}

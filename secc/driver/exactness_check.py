@@ -321,8 +321,8 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
     remedy = (
         f"the model couples samples in a way that capture did not see{example}, or keeps something from one "
         "call of a module to the next (a counter, a buffer); --whole-batch BLOCK computes such a block "
-        f"exactly (blocks are {', '.join(blocks[:_MOST_NAMED])}{more}); code outside of them belongs into an "
-        "nn.Module of its own for that"
+        f"exactly (blocks are {', '.join(blocks[:_MOST_NAMED])}{more}); put code outside of them into "
+        "an nn.Module of its own for that"
     )
     if compiled.options.widths == "own":
         remedy = f"leave --widths own out, so that wider micro-batches are tried, too; else {remedy}"

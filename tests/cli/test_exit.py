@@ -35,8 +35,9 @@ def test_process_ends_with_its_command(arguments: list[str], code: int, said: st
 def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(
     chosen: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "")
-    monkeypatch.delenv("OMP_WAIT_POLICY") if chosen is None else monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
+    monkeypatch.setenv("OMP_WAIT_POLICY", chosen or "")  # so that it is put back afterwards
+    if chosen is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
     with pytest.raises(SystemExit):
         main(["--version"])
     assert os.environ["OMP_WAIT_POLICY"] == (chosen or "PASSIVE")

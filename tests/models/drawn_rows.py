@@ -3,20 +3,8 @@ over what is picked."""
 
 import torch
 import torch.nn.functional as F
+from drawn_masks import DIM, WORDS, Encoder
 from torch import nn
-
-WORDS, DIM = 50, 16
-
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
 
 
 class DrawnRows(nn.Module):

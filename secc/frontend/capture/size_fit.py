@@ -22,7 +22,8 @@ from secc.ir.dialect.size_expr import Expr, evaluate_size, size_symbol, symbol_n
 MAX_DEGREE = 3
 MAX_DENOMINATOR = 8  # as in S*(S + 1)//2; a larger denominator fits by chance
 _REMAINDER_ROWS = 8  # observations that a remainder has to fit: some lengths have a common step
-_TERMS_IN_DOUBT = 3  # so many coefficients may fit a few numbers by chance
+_TERMS_IN_DOUBT = 3  # coefficients that may fit a few numbers by chance
+_FEW_SIZES = 2  # determine a sum of two terms, and check nothing
 MODULUS = (1 << 61) - 1  # a Mersenne prime, for a quick test whether a linear system has a solution
 
 ValueColumn = tuple[int, ...]
@@ -139,7 +140,7 @@ class SizeFitter:
         yield from self._fit_least_width(values)
         yield from self._fit_wider_width(values, [one])
         for expr in _fit_combinations(values, ((m, one) for m in every)):
-            self._doubt_at(self._find_negative_width(expr, values) or self._find_far_width(expr, 2))
+            self._doubt_at(self._find_negative_width(expr, values) or self._find_far_width(expr, _FEW_SIZES))
             yield expr
         for expr in _fit_combinations(values, itertools.combinations(every, 2)):
             self._doubt_if_divided(expr)
@@ -151,7 +152,7 @@ class SizeFitter:
         ):
             far = self._find_far_width(expr, _TERMS_IN_DOUBT + 1)
             if far is None and self._count_sizes(expr) <= _TERMS_IN_DOUBT:
-                continue  # nothing checks it
+                continue  # no size checks what the others determine
             self._doubt_at(far)
             self._doubt_if_divided(expr)
             yield expr
@@ -218,12 +219,11 @@ class SizeFitter:
             return None
         return name, int(most) + 1
 
-    def _find_far_width(self, expr: Expr, enough: int) -> tuple[str, int] | None:
-        """Returns a symbol of a sum that can be made twice as large as in any observation; None if there is
-        none, or if its symbols have been observed at more sizes than are `enough` for an expression in
-        doubt."""
+    def _find_far_width(self, expr: Expr, few: int) -> tuple[str, int] | None:
+        """Returns a symbol of the expression and twice its largest observed size, where the expression can be
+        tried; None if no symbol can be padded, or if more than `few` different sizes have been observed."""
         names = sorted(symbol_names(expr) & self._padded_symbols)
-        if not names or self._count_sizes(expr) > enough:
+        if not names or self._count_sizes(expr) > few:
             return None
         return names[0], 2 * max(row[names[0]] for row in self.size_rows)
 

@@ -120,7 +120,7 @@ def choose_padding_policy(
                 return PaddingPolicy("own", WidthsReason.SHOWN)
             return PaddingPolicy("global", WidthsReason.AFFECTED)
         except NotEnoughMemory:
-            pass  # for its shortest samples, even
+            pass  # even for the shortest samples
     try:
         small = user.build_small_model()
         if small is not None:
@@ -244,6 +244,7 @@ def _is_padding_never_seen(
     randomness = PlanRandomness(model, draws, inputs.symbols)
     max_batches = None if sum(p.numel() for p in model.parameters()) < _SMALL_MODEL_PARAMETERS else 2
     is_unseen = partial(_is_padding_unseen, user, inputs, model, randomness)
+    is_limited = max_batches is not None
     for pattern in survey.micro_batch_patterns():
         try:
             batches = _limit_pairs(survey.compose_batches(pattern)[:max_batches])
@@ -252,8 +253,8 @@ def _is_padding_never_seen(
         except NotEnoughMemory:
             if not is_unseen(_pick_unpadded(user, survey, pattern), (False, True)):
                 return False
-            max_batches = max_batches or 2
-    others = [] if max_batches else _find_other_lengths(user, survey, inputs)
+            is_limited = True
+    others = [] if is_limited else _find_other_lengths(user, survey, inputs)
     return all(is_unseen([s], (False,)) for s in others)
 
 
@@ -337,7 +338,7 @@ def _run_widened(
         except NotEnoughMemory:
             raise
         except (UserError, RuntimeError, ValueError, IndexError):
-            pass  # float32 may not raise
+            pass  # in float32 it may work
     return _run_in(torch.float32, model, batch, make_draws)
 
 

@@ -80,3 +80,19 @@ def test_a_large_tensor_needs_memory_for_what_is_made_of_it(
 def test_memory_that_torch_does_not_get_is_named() -> None:
     with pytest.raises(NotEnoughMemory, match="you tried to allocate"), eager_watch.memory_errors():
         torch.empty(1 << 50, dtype=torch.uint8)
+
+
+class Neighbours(nn.Module):
+    """Averages over the neighbours in a graph, which a sparse matrix has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        edges = torch.eye(len(rows)).to_sparse()
+        return torch.sparse.mm(edges, self.head(rows)).square().mean()
+
+
+def test_sparse_tensors_are_computed() -> None:
+    assert run_eager(Neighbours(), {"rows": torch.ones(3, 4)}).loss > 0
