@@ -89,8 +89,8 @@ def test_strangers_cannot_join_read_or_write(server: NodeServer) -> None:
             connection.sendall(garbage)
     assert server.table._values == before and not server.members
     assert open_store(server).get("weights") == b"mine"
-    with pytest.raises(ConnectionRefusedError):  # another address of this machine
-        socket.create_connection(("127.0.0.1", port), 1)
+    with pytest.raises(ConnectionRefusedError):  # another address of this machine, which no other test uses
+        socket.create_connection(("127.0.0.3", port), 1)
 
 
 def test_nodes_join_are_refused_and_get_lost(server: NodeServer) -> None:
