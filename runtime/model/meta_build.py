@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from secc.runtime.errors import UserError
 from secc.runtime.model.user_file import UserModel
 
 _HUB_LOCATION_OPTIONS = (
@@ -40,13 +39,11 @@ _VALUELESS_FACTORIES = ("aten::empty", "aten::rand", "aten::normal")
 aten = torch.ops.aten
 
 
-def build_meta_model(user: UserModel, small: bool = False, tables: bool = False) -> nn.Module:
-    """Run `model()` (or `small_model()`) with large tensors on the meta device; shared parameters stay
-    shared.
+def build_meta_model(user: UserModel, tables: bool = False) -> nn.Module:
+    """Run `model()` with large tensors on the meta device; shared parameters stay shared.
 
     With `tables`, only empty and random tensors lose their values: computed tables (positions, masks) are
-    real at any size. Raises UserError as `model()` does, and if `small` is set and the file has no
-    `small_model()`.
+    real at any size. Raises UserError as `model()` does.
     """
     with ExitStack() as stack:
         stack.enter_context(_without_pretrained_weights(user))
@@ -55,14 +52,7 @@ def build_meta_model(user: UserModel, small: bool = False, tables: bool = False)
         stack.enter_context(warnings.catch_warnings())
         # Weights that model() loads are not wanted.
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
-        model = user.build_small_model() if small else user.build_model()
-    if model is None:
-        raise UserError(
-            "the model file has no small_model()",
-            str(user.path),
-            "define small_model(), the same architecture but small",
-        )
-    return model
+        return user.build_model()
 
 
 class _LargeTensorsOnMeta(TorchDispatchMode):

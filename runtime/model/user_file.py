@@ -90,7 +90,7 @@ class UserModel:
 
     def __init__(self, path: Path, module: ModuleType, sha256: str) -> None:
         self.path, self.module, self.sha256 = path, module, sha256
-        self._uses_small_dataset = False
+        self.is_small, self._uses_small_dataset = False, False
         self._cached_sources: tuple[SampleSource, ...] | None = None
         self._first_samples: dict[int, _FirstSamples] = {}  # of streams, by the first id of the source
         self._evaluation_sets: dict[str, Any] = {}  # by name; filled in what `for_evaluation` returns
@@ -105,8 +105,10 @@ class UserModel:
     # -- the model ------------------------------------------------------------------------------------------
 
     def build_model(self) -> nn.Module:
-        """Call the file's `model()`. The model is made on torch's current default device."""
-        return self._check_model("model", self.call_function("model"))
+        """Call the file's `model()`, or `small_model()` after `as_small`. The model is made on torch's
+        current default device."""
+        function = "small_model" if self.is_small else "model"
+        return self._check_model(function, self.call_function(function))
 
     def build_small_model(self) -> nn.Module | None:
         """Call the file's `small_model()`, the same architecture but small. Returns None if the file has
@@ -242,6 +244,19 @@ class UserModel:
     def _first_samples_of(self, source: SampleSource) -> _FirstSamples:
         """Return the reader of a stream's first samples."""
         return self._first_samples.setdefault(source.first_id, _FirstSamples(source))
+
+    def as_small(self) -> UserModel:
+        """Return this model file with `small_model()` as its model, and the samples of `small_dataset()` if
+        it defines that. Raises UserError if it has no `small_model()`."""
+        if not self.defines("small_model"):
+            raise UserError(
+                "the model file has no small_model()",
+                str(self.path),
+                "define small_model(), the same architecture but small, or check without --small",
+            )
+        user = copy.copy(self.with_small_dataset())
+        user.is_small = True
+        return user
 
     def with_small_dataset(self) -> UserModel:
         """Return this model file with the samples of `small_dataset()`, to which `sizes` does not apply; the

@@ -9,15 +9,17 @@ Memory is checked where an op makes a large tensor: a system without memory ends
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 
 from secc.runtime.errors import NotEnoughMemory
 from secc.runtime.host.memory import available_memory
+from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.training.widened_floats import DtypeWatch
 
 _aten = torch.ops.aten
@@ -45,6 +47,12 @@ class EagerWatch(DtypeWatch):
         if isinstance(result, torch.Tensor) and result.layout is torch.strided:  # others have no storage
             _check_memory(result, result.untyped_storage().nbytes(), _COPIES)
         return result
+
+
+def run_forward(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Returns what forward returns for a batch. Raises IndexError and NotEnoughMemory as `EagerWatch`."""
+    with memory_errors(), EagerWatch():
+        return model(**unflatten_batch(batch))
 
 
 def _check_memory(x: torch.Tensor, size: int, copies: int) -> None:

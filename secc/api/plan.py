@@ -296,7 +296,7 @@ def check(
     model: Model | str | Path,
     *,
     ranks: int | None = None,
-    small: bool = False,
+    small: bool | None = None,
     stats_samples: int = 64,
     accept: Sequence[str] = (),
     balance_loss: str = "",
@@ -306,8 +306,8 @@ def check(
     progress: Progress | None = None,
 ) -> ExactnessCheck:
     """Compiles a model for `ranks` CPU processes (default: 2, or 1 if the model has work for no more) and
-    compares the plan with plain PyTorch on small batches. `small`: check `small_model()`. Raises UserError if
-    the plan is not exact."""
+    compares the plan with plain PyTorch on small batches. `small`: check `small_model()`; None: if `model()`
+    is too large to be built here. Raises UserError if the plan is not exact."""
     with pause_gc(exempt=True):  # objects created by imports are never garbage
         from secc.driver.compile import compile_model
         from secc.driver.exactness_check import check_exactness
@@ -315,7 +315,7 @@ def check(
 
     _refuse_in_model_file()
     options = CompileOptions(
-        cluster=f"local:{ranks or _CHECK_RANKS}",
+        cluster=f"1x{ranks or _CHECK_RANKS}xcpu",
         global_batch=8 * (ranks or _CHECK_RANKS),
         stats_samples=stats_samples,
         small=small,
@@ -324,13 +324,14 @@ def check(
         global_sums=global_sums,
         gather=tuple(gather),
         whole_batch=tuple(whole_batch),
+        compared_only=True,
     )
     try:
         compiled = compile_model(_as_model(model).path, options, progress)
     except TooManyRanks as error:
         if ranks is not None:
             raise
-        fewer = dataclasses.replace(options, cluster=f"local:{error.usable}")
+        fewer = dataclasses.replace(options, cluster=f"1x{error.usable}xcpu")
         compiled = compile_model(_as_model(model).path, fewer, progress)
     if progress is not None:
         progress("compare with the eager model")
@@ -338,7 +339,11 @@ def check(
     tables = [t for t in plan_tables(plan) if t.title in {"Sections", "Loss", "Checks", "Notes"}]
     exception = ", except for the accepted approximations" if plan.checks.get("accepted") else ""
     verdict = f"loss and every gradient are those of plain PyTorch{exception}"
-    return ExactnessCheck((("exact", verdict),), tuple(tables), plan)
+    facts = [("exact", verdict)]
+    if compiled.user.is_small and small is None:
+        facts.insert(0, ("checked", "small_model(), since model() is too large to be built here"))
+    checked = "small_model()" if compiled.user.is_small else "model()"
+    return ExactnessCheck(tuple(facts), tuple(tables), plan, checked)
 
 
 def choice_texts(choices: Choices) -> tuple[str, ...]:

@@ -80,9 +80,11 @@ class Comparison(Result):
 @dataclass(frozen=True, repr=False)
 class ExactnessCheck(Result):
     """The comparison of a plan with plain PyTorch. `patterns`: for each combination of optional inputs its
-    errors, in units of the tolerances."""
+    errors, in units of the tolerances. `checked`: the function that made the model, model() or
+    small_model()."""
 
     plan: Plan
+    checked: str
 
     @property
     def patterns(self) -> list[dict[str, Any]]:

@@ -27,7 +27,13 @@ def command(
         int | None,
         typer.Option(help="number of CPU processes to plan for (default 2; 1 if there is work for no more)"),
     ] = None,
-    small: Annotated[bool, typer.Option(help="check small_model() instead of model()")] = False,
+    small: Annotated[
+        bool | None,
+        typer.Option(
+            "--small/--no-small",
+            help="check small_model() instead of model() (default: if model() is too large to be built here)",
+        ),
+    ] = None,
     stats_samples: Annotated[int, typer.Option(help="samples of dataset() to draw")] = 64,
     accept: ACCEPT_OPTION = None,
     balance_loss: BALANCE_OPTION = "",
@@ -55,7 +61,9 @@ def command(
         )
     plan = result.plan
     if json:
-        print_json({"exact": True, "sections": list(plan.pipelines), "widths": plan.widths, **plan.checks})
+        sections = list(plan.pipelines)
+        checked = {"exact": True, "checked": result.checked, "sections": sections, "widths": plan.widths}
+        print_json(checked | plan.checks)
         return
     for table in result.tables:
         print_table(table)

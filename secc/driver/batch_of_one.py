@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from secc.errors import UserError
-from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.model.source_lines import forward_source_line
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.recorder.nested_values import iter_tensors
@@ -22,6 +21,7 @@ from secc.runtime.training.eager_reference import (
     compare_results,
     run_eager,
 )
+from secc.runtime.training.eager_watch import run_forward
 from secc.runtime.training.widened_floats import widen_batch, widened_floats
 
 _FAULT_TOLERANCES = 100  # from here on a gradient is wrong and not only rounded otherwise; float64 tells, too
@@ -181,7 +181,7 @@ def _record_results(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, lis
 
     hooks = [m.register_forward_hook(make_hook(path)) for path, m in model.named_modules() if path]
     try:
-        model(**unflatten_batch(batch))
+        run_forward(model, batch)
     finally:
         for hook in hooks:
             hook.remove()

@@ -60,6 +60,7 @@ from secc.frontend.dataset import statistics
 from secc.frontend.dataset.input_symbols import ModelInputs, describe_inputs
 from secc.frontend.dataset.packing_check import check_packing
 from secc.frontend.dataset.sampling import survey_dataset
+from secc.frontend.dataset.small_samples import survey_small_samples
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.fusion.declare_rewrites import declare_rewrites
 from secc.frontend.fusion.find_fusions import TracedSites, find_fusions
@@ -204,7 +205,7 @@ def compile_model(
     drawn_from = states.find_source()
     limit_threads(meta)
     with clock.measure("build the model here"):
-        model = _build_model_if_small(user, meta, options.small)
+        model = _build_model_if_small(user, meta)
     with clock.measure("compare widths"):
         padding = (
             widths.PaddingPolicy(options.widths, widths.WidthsReason.CHOSEN)
@@ -253,7 +254,8 @@ def compile_model(
         raise
     versions = {"secc": __version__, "torch": torch.__version__.split("+")[0]}
     plan = plan_codegen.build_plan(planned.module, ref, versions)
-    notes = _collect_notes(planned, survey, options)
+    small_failure = _why_small_model_fails(user, survey) if model is None else ""
+    notes = _collect_notes(planned, survey, options, small_failure)
     plan = dataclasses.replace(plan, checks=plan.checks | notes | padding.as_checks(inputs))
     return CompiledPlan(
         plan=plan,
@@ -313,14 +315,17 @@ def load_and_capture(
     with time_step("read the model file"), pause_gc(exempt=True):  # what it imports is never garbage
         user = load_model_file(path)
         if options.small:
-            user = user.with_small_dataset()
+            user = user.as_small()
     with time_step("build the model on the meta device"), pause_gc(exempt=True):  # may import
-        meta = build_meta_model(user, small=options.small)
+        meta = build_meta_model(user)
+        if options.small is None and _is_too_large(meta) and user.defines("small_model"):
+            user = user.as_small()
+            meta = build_meta_model(user)
         parameters = describe_parameters(meta)
         check_trainable_dtype(meta, options.dtype)
     if options.pack == "always":
         with time_step("compare packed samples"):
-            user = _pack_samples(user, meta, options.small)
+            user = _pack_samples(user, meta)
     cast_model(meta, options.dtype)
     with time_step("draw samples"):
         survey = survey_dataset(user, options.stats_samples, skip_bad=options.skip_bad_samples)
@@ -347,11 +352,11 @@ def load_and_capture(
     return user, meta, make_model_ref(user, meta, parameters), survey, inputs, capture
 
 
-def _pack_samples(user: UserModel, meta: nn.Module, small: bool) -> UserModel:
+def _pack_samples(user: UserModel, meta: nn.Module) -> UserModel:
     """Returns the model file with samples side by side in one row, after a comparison with padded samples.
     Raises UserError if results differ or cannot be compared."""
     packed = user.pack_samples()
-    model = _build_model_if_small(user, meta, small) or user.build_small_model()
+    model = _build_model_if_small(user, meta) or user.build_small_model()
     if model is None:
         message = "samples cannot be packed: the model is too large to be compared with padded samples here"
         raise UserError(message, str(user.path), "define small_model(), or leave --pack out")
@@ -510,38 +515,56 @@ def _find_eager_failure(
     """Runs plain PyTorch on the first samples, and on each drawn sample alone, if the user's own code raised
     `error`.
 
-    Returns the error of plain PyTorch; None if it succeeds or the model is too large to build here. Under
-    --dtype, which the model may not be written for, the error says so.
+    Returns the error of plain PyTorch; None if it succeeds. In place of a model that is too large to be built
+    here, small_model() is run; its error counts if it comes from the same line. Under --dtype, which the
+    model may not be written for, the error says so.
     """
     if not eager_failure.is_user_error(error):
         return None
-    model = _build_model_if_small(user, meta, options.small)
+    model = _build_model_if_small(user, meta)
+    stands_in = model is None and user.defines("small_model")
+    model = user.build_small_model() if stands_in else model
     samples = [d.sample for d in survey.drawn_samples if d.sample is not None]
     failure = None
     if model is not None:
         tries = itertools.chain([samples[:2]], ([s] for s in samples))
         failures = (eager_failure.find_eager_failure(user, model, some) for some in tries)
-        failure = next((f for f in failures if f is not None), None)
+        found = (f for f in failures if f is not None and (not stands_in or f.where == error.where))
+        failure = next(found, None)
     if failure is not None or not options.dtype:
         return failure
-    if model is not None:
+    if model is not None and not stands_in:
         failure = eager_failure.find_eager_failure(user, cast_model(model, options.dtype), samples[:2])
         if failure is None:
             return None
     return eager_failure.blame_compute_dtype(failure or error, options.dtype, meta)
 
 
+def _why_small_model_fails(user: UserModel, survey: DatasetSurvey) -> str:
+    """Returns the error of small_model() on the samples that it is run on in place of model(), with its
+    place; "" if it has none, or if the file does not define it."""
+    model = user.build_small_model()
+    if model is None:
+        return ""
+    small = survey_small_samples(user, survey)
+    samples = small.compose_batches(small.micro_batch_patterns()[0])[0]
+    failure = eager_failure.find_eager_failure(user, model, samples)
+    return "" if failure is None else f"{failure.message} ({failure.where})"
+
+
 def _collect_notes(
-    planned: PlannedModule, survey: DatasetSurvey, options: CompileOptions
+    planned: PlannedModule, survey: DatasetSurvey, options: CompileOptions, small_failure: str
 ) -> dict[str, object]:
     """Returns the entries of `checks` for the report: notes, one line each with place and cause (deviations
-    from the planned capture, samples left out), terms that mixed batches lack, and choices that were taken
-    back."""
+    from the planned capture, samples left out, `small_failure` of small_model()), terms that mixed batches
+    lack, and choices that were taken back."""
     lines = [
         f"{n.path + ': ' if n.path else ''}{n.reason}{f' ({n.where})' if n.where else ''}"
         for n in planned.capture.notes
     ]
     lines += survey.skipped_samples
+    if small_failure:
+        lines.append(f"small_model() shows nothing about model(): {small_failure}")
     if options.stats is not None:
         lines.append(f"frequency and size of samples are taken from {options.stats.name}")
     if options.pack == "always":
@@ -604,21 +627,15 @@ def make_model_ref(user: UserModel, meta: nn.Module, parameters: dict[str, str])
     )
 
 
-def _build_model_if_small(user: UserModel, meta: nn.Module, small: bool) -> nn.Module | None:
-    """Builds the model with random weights, in its own dtypes; None if it exceeds MAX_LOCAL_MODEL_BYTES.
+def _is_too_large(meta: nn.Module) -> bool:
+    """Whether a model exceeds MAX_LOCAL_MODEL_BYTES in float32, in which it is compared, too."""
+    return sum(p.numel() * 4 for p in meta.parameters()) > MAX_LOCAL_MODEL_BYTES
 
-    Raises UserError if `small` and the model file has no small_model().
-    """
-    size = sum(p.numel() * 4 for p in meta.parameters())  # also compared in float32
-    if size > MAX_LOCAL_MODEL_BYTES:
+
+def _build_model_if_small(user: UserModel, meta: nn.Module) -> nn.Module | None:
+    """Builds the model with random weights, in its own dtypes; None if it is too large."""
+    if _is_too_large(meta):
         return None
     torch.manual_seed(0)
     with contextlib.redirect_stdout(io.StringIO()):
-        model = user.build_small_model() if small else user.build_model()
-    if model is None:
-        raise UserError(
-            "the model file has no small_model()",
-            str(user.path),
-            "define small_model() or check without --small",
-        )
-    return model
+        return user.build_model()

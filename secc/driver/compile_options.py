@@ -22,7 +22,9 @@ class TakenBack:
 class CompileOptions:
     """Options of a compilation; each field of the first part is an option of `secc compile`.
 
-    The fields of the second part are set when a model is planned a second time. taken_back: choices that an
+    The fields of the second part are not the user's. compared_only: the plan is compared with plain PyTorch
+    and never run, so a model that fits no device is planned, too. The others are set when a model is planned
+    a second time. taken_back: choices that an
     earlier plan showed to be impossible. The planner sets the others: `refused` are choices that a pass after
     `allocate` could not carry out, `stages` the pipeline stages ("NAME.pp=N") that layers
     were captured for, `known` all choices of the first plan, and `proven` the solver status of that plan.
@@ -39,7 +41,7 @@ class CompileOptions:
     stats_samples: int = 64
     widths: str = "auto"
     pack: str = "never"  # or "always", "auto"
-    small: bool = False
+    small: bool | None = False  # plan small_model(); None: if model() is too large to be built here
     fuse: bool | None = None  # None: where the cluster has GPUs
     without: tuple[str, ...] = ()
     accept: tuple[str, ...] = ()
@@ -53,6 +55,7 @@ class CompileOptions:
     dtype: str = ""  # "bf16": compute in bfloat16, with float32 master weights
     run_ahead: str = "auto"  # GiB on a rank
 
+    compared_only: bool = False
     taken_back: tuple[TakenBack, ...] = ()
     refused: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()

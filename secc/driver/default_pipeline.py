@@ -91,6 +91,7 @@ def _allocate_options(options: CompileOptions) -> dict[str, Any]:
         "stages": options.stages,
         "known": options.known,
         "proven": options.proven,
+        "fit": not options.compared_only,
     }
 
 

@@ -27,6 +27,7 @@ from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
 from secc.frontend.capture.result_sizes import find_result_without_padding, find_size_of_values
 from secc.frontend.dataset.padding_policy import WidthsReason
+from secc.frontend.dataset.survey import BATCH_SAMPLE_COUNTS
 from secc.frontend.tp_search.token_mixing import find_coupled_blocks, find_token_mixing
 from secc.ir.dialect.ops import ParamOp, PlacedRowsOp
 from secc.ir.text_io.verifier import source_line
@@ -103,13 +104,25 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
             raise UserError("the model is too large to be shown exact here", str(compiled.user.path), remedy)
         return _leave_uncompared(compiled, "which is too large to be built here")
     limit_threads(compiled.model)
-    try:
-        return _compare_with_eager(compiled, compiled.model)
-    except NotEnoughMemory as error:
-        if required:
-            raise
-        without_model = dataclasses.replace(compiled, model=None)
-        return _leave_uncompared(without_model, f"which takes too much memory here: {error.message}")
+    survey, compared = compiled.survey, compiled
+    while True:
+        try:
+            checked = _compare_with_eager(compared, compiled.model)
+            break
+        except NotEnoughMemory as error:
+            survey = compared.survey.with_lighter_samples()
+            if survey is not compared.survey:
+                compared = dataclasses.replace(compiled, survey=survey)
+                continue
+            if required:
+                raise
+            without_model = dataclasses.replace(compiled, model=None)
+            return _leave_uncompared(without_model, f"which takes too much memory here: {error.message}")
+    if compared is compiled:
+        return checked
+    note = "compared on light samples of the dataset: heavier ones take more memory than this machine has"
+    notes = {"notes": [*checked.plan.checks.get("notes", []), note]}
+    return dataclasses.replace(_add_checks(checked, notes), survey=compiled.survey)
 
 
 def _leave_uncompared(compiled: CompiledPlan, reason: str) -> CompiledPlan:
@@ -436,7 +449,13 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         compiled.captured_model.capture,
     )
     for cause, where, samples in decisions.find_differing_batches(pattern):
-        reference = _run_reference(compiled, rank, samples)
+        try:
+            reference = _run_reference(compiled, rank, samples)
+        except NotEnoughMemory:
+            if cause is not DecisionCause.BLOCK_RESULT:
+                raise
+            samples = samples[: max(BATCH_SAMPLE_COUNTS)]  # any samples show what blocks decide
+            reference = _run_reference(compiled, rank, samples)
         try:
             parts = rank.compare_step(samples, 1, reference)
         except UserError:

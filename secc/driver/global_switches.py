@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.model.source_lines import forward_source_line
+from secc.runtime.training.eager_watch import run_forward
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _LIBRARIES = ("torch", "transformers")  # their globals are no switches of the user's
@@ -45,7 +45,7 @@ def find_global_switch(model: nn.Module, batch: Mapping[str, Any]) -> GlobalSwit
 
     hooks = [m.register_forward_pre_hook(compare_values) for path, m in model.named_modules() if path]
     try:
-        model(**unflatten_batch(batch))
+        run_forward(model, batch)
     finally:
         for hook in hooks:
             hook.remove()

@@ -29,6 +29,7 @@ from secc.runtime.plan.schema import Plan
 from secc.runtime.randomness.micro_batch_draws import forward_context
 from secc.runtime.recorder.setting_tracker import watch_attributes
 from secc.runtime.training.eager_reference import LOSS_TOLERANCE, REFERENCE_SEED, PlanRandomness
+from secc.runtime.training.eager_watch import EagerWatch, memory_errors
 
 _LIBRARIES = ("torch", "transformers", "diffusers", "timm", "peft", "accelerate")
 _NUMBERS = (bool, int, float)
@@ -146,6 +147,8 @@ def find_kept_state(
             seeded_rngs(REFERENCE_SEED),
             forward_context(draws),
             watch_attributes(note_line),
+            memory_errors(),
+            EagerWatch(),
         ):
             loss = extract_loss(model(**batch))
             changes.note_results()

@@ -12,7 +12,7 @@ import torch
 from secc.driver.compile import CompiledPlan
 from secc.errors import UserError
 from secc.frontend.dataset.survey import InputPattern
-from secc.runtime.model.nested_batch import unflatten_batch
+from secc.runtime.training.eager_watch import run_forward
 from secc.runtime.training.one_rank_plan import OneRankPlan
 
 Samples = Sequence[Mapping[str, Any]]
@@ -79,7 +79,7 @@ def _run_modules(rank: OneRankPlan, samples: Samples) -> dict[tuple[str, int], t
     ]
     try:
         with torch.no_grad():
-            rank.model(**unflatten_batch(rank.user.collate(samples)))
+            run_forward(rank.model, rank.user.collate(samples))
     except Exception:  # whatever the user's code raises
         return {}
     finally:

@@ -26,3 +26,22 @@ def test_a_step_without_memory_is_not_compared(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(NotEnoughMemory, match="needs more memory than this machine has") as error:
         check_exactness(compiled, required=True)
     assert "small_dataset()" in error.value.remedy
+
+
+def test_light_samples_are_compared_where_others_take_too_much_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        (MODELS / "nano.py").read_text()
+        + "\n\ndef dataset():\n"
+        + "    rows = [torch.arange(3 + 20 * (i % 2) + i % 3) for i in range(24)]\n"
+        + "    return [{'input_ids': row, 'labels': row} for row in rows]\n"
+    )
+    options = CompileOptions(cluster="local:2", global_batch=8)
+    assert "notes" not in check_exactness(compile_model(path, options)).plan.checks
+    monkeypatch.setattr(eager_watch, "_LARGE", 1)
+    # Scores of seven samples of 5 tokens fit, not those of 23: 7 x 23 x 96 floats, four times.
+    monkeypatch.setattr(eager_watch, "available_memory", lambda: 7 * 16 * 96 * 4 * 4)
+    checks = check_exactness(compile_model(path, options), required=True).plan.checks
+    assert checks["patterns"] and "compared on light samples of the dataset" in str(checks["notes"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from secc.frontend.tp_search.routing_counts import busiest_parts, count_routing
+from secc.runtime.training import eager_watch
 
 
 class Experts(nn.Module):
@@ -45,6 +47,23 @@ def test_rows_of_each_expert_are_counted_by_sample() -> None:
     assert count_routing(nn.Linear(2, 2), [{"input": torch.ones(1, 2)}]) == {}
     assert count_routing(model, [{"ids": torch.tensor([0])}, {"unknown": torch.tensor([3])}]) == {}
     assert model.calls == 0
+
+
+class Scored(Routed):
+    """Scores of words behind the mixture."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [N] -> [N, 1000]."""
+        return super().forward(ids) @ torch.ones(3, 1000)
+
+
+def test_rows_are_counted_of_samples_with_scores_that_take_too_much_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(eager_watch, "_LARGE", 1)
+    monkeypatch.setattr(eager_watch, "available_memory", lambda: 4000)
+    counts = count_routing(Scored(), [{"ids": torch.tensor([0, 0, 1])}])
+    assert [rows.tolist() for rows in counts["experts"]] == [[2, 3, 1, 0]]
 
 
 def test_the_busiest_part_is_that_of_as_many_samples_as_parts() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from secc.errors import UserError
-from secc.runtime.model.nested_batch import unflatten_batch
+from secc.errors import NotEnoughMemory, UserError
 from secc.runtime.model.source_lines import error_source_line
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.parameters.mixed_precision import find_uncast_buffers
+from secc.runtime.training.eager_watch import run_forward
 from secc.runtime.training.widened_floats import is_missing_kernel
 
 
@@ -26,11 +26,14 @@ def is_user_error(error: BaseException) -> bool:
 def find_eager_failure(
     user: UserModel, model: nn.Module, samples: Sequence[dict[str, Any]]
 ) -> UserError | None:
-    """Runs forward in plain PyTorch on a batch of these samples; returns its error, None if it succeeds."""
+    """Runs forward in plain PyTorch on a batch of these samples; returns its error, None if it succeeds or
+    takes too much memory."""
     batch = user.collate(samples)
     try:
         with torch.no_grad():
-            model(**unflatten_batch(batch))
+            run_forward(model, batch)
+    except NotEnoughMemory:
+        return None
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         if is_missing_kernel(error):
             return None
@@ -44,8 +47,9 @@ def find_eager_failure(
                 'mask, or attn_implementation="sdpa"'
             )
             return UserError(message, error_source_line(error), remedy)
-        alone = len(samples) == 1
-        given = "a batch of one sample, as a micro-batch may be," if alone else "the first samples"
+        alone = len(samples) == 1 and find_eager_failure(user, model, [*samples, *samples]) is None
+        given = "one of the samples" if len(samples) == 1 else "the first samples"
+        given = "a batch of one sample, as a micro-batch may be," if alone else given
         message = (
             f"forward fails in plain PyTorch too, on {given} on this machine's CPU: "
             f"{type(error).__name__}: {why}"

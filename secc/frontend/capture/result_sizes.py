@@ -15,12 +15,12 @@ from torch import fx, nn
 from secc.errors import UserError
 from secc.frontend.capture.capture import Capture
 from secc.ir.dialect.size_expr import evaluate_size
-from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.model.source_lines import forward_source_line
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import pad_batch, read_symbol_sizes
 from secc.runtime.plan.schema import Input, Symbol
 from secc.runtime.recorder.nested_values import iter_tensors, take_at_path
+from secc.runtime.training.eager_watch import run_forward
 
 
 def find_size_of_values(
@@ -126,7 +126,7 @@ def _record_shapes(model: nn.Module, batch: Mapping[str, Any]) -> list[tuple[str
     ]
     try:
         with torch.no_grad(), suppress(Exception):  # whatever the user's code raises for padded inputs
-            model(**unflatten_batch(batch))
+            run_forward(model, batch)
     finally:
         for hook in hooks:
             hook.remove()
@@ -153,7 +153,7 @@ def _record_results(
     hooks = [model.get_submodule(path).register_forward_hook(make_hook(path)) for path in paths]
     try:
         with torch.no_grad():
-            model(**unflatten_batch(batch))
+            run_forward(model, batch)
     finally:
         for hook in hooks:
             hook.remove()

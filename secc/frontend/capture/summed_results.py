@@ -19,7 +19,6 @@ from torch import fx, nn
 
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.runtime.model.function_blocks import FunctionBlock, function_blocks_of, intercepted_functions
-from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.model.source_lines import current_source_line
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.schema import FUNCTION_PREFIX
@@ -30,6 +29,7 @@ from secc.runtime.sections.autograd_functions import (
     find_user_function,
     returned_tensors,
 )
+from secc.runtime.training.eager_watch import run_forward
 
 _MOST_BYTES = 2 << 30  # of a model's parameters
 _TOLERANCE = 1e-4  # of the sum of the summands' sizes
@@ -112,7 +112,7 @@ def _run_forward(
         intercepted_functions(model, observer.run_block),
         intercept_autograd_functions(observer),
     ):
-        model(**unflatten_batch(user.collate(samples)))
+        run_forward(model, user.collate(samples))
     return observer.values
 
 

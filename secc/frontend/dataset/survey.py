@@ -92,6 +92,15 @@ class DatasetSurvey:
         )
         return replace(self, drawn_samples=tuple(drawn))
 
+    def with_lighter_samples(self) -> DatasetSurvey:
+        """Returns the survey with half of the kept samples of each pattern, those with few tokens and small
+        pictures, but with two at least; the survey itself if it has no more."""
+        kept = {id(s) for p in self.pattern_counts for s in _lighter_half(self.samples_of(p))}
+        drawn = tuple(
+            replace(d, sample=d.sample if id(d.sample) in kept else None) for d in self.drawn_samples
+        )
+        return self if drawn == self.drawn_samples else replace(self, drawn_samples=drawn)
+
     def rare_samples(self, pattern: InputPattern) -> list[Sample]:
         """Returns the samples that were kept for the path that they take and that a micro-batch of this
         pattern may hold."""
@@ -331,6 +340,16 @@ def sample_volume(sample: Sample) -> int:
     clips, sounds."""
     tensors = [v for v in sample.values() if isinstance(v, torch.Tensor)]
     return sum(v.numel() for v in tensors if v.ndim > 1 or (v.ndim and v.is_floating_point()))
+
+
+def _lighter_half(samples: list[Sample]) -> list[Sample]:
+    """Returns the half of the samples, or two, that come first by length and volume together."""
+    lengths, volumes = (
+        {id(s): place for place, s in enumerate(order)}
+        for order in (reversed(_sort_by_length(samples)), sort_by_volume(samples))
+    )
+    lightest = sorted(samples, key=lambda s: lengths[id(s)] + volumes[id(s)])
+    return lightest[: max(2, len(samples) // 2)]
 
 
 def _drop_heavy(samples: list[Sample]) -> list[Sample]:

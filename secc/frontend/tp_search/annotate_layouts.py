@@ -301,11 +301,10 @@ class _LayoutSearcher:
             return layout
         if path not in self.observer.calls:
             return replace(layout, unsplit_reasons={"": UnsplitReason(UnsplitKind.NOT_CALLED)})
-        small = (
-            self.small.find_like(module)
-            if sum(p.numel() for p in module.parameters()) > LARGE_MODULE_ENTRIES
-            else None
-        )
+        size = sum(p.numel() for p in module.parameters())
+        small = self.small.find_like(module) if size > LARGE_MODULE_ENTRIES else None
+        if size > MAX_RUN_ENTRIES and small is None:
+            return replace(layout, unsplit_reasons={"": UnsplitReason(UnsplitKind.TOO_LARGE)})
         cuts, why = self._find_expert_cuts(module, *(small or (module, self.observer.calls[path])), degrees)
         shards = [s for p, way in cuts.items() for s in expert_shards(module.get_submodule(p), way, p)]
         divided = {s.name for s in shards}

@@ -21,7 +21,9 @@ from secc.cost.model.section_cost import LISTED_CHOICES_ATTRIBUTE
 from secc.frontend.tp_search.expert_cuts import listed_sizes
 from secc.ir.dialect.ops import graph_of
 from secc.ir.dialect.python_attributes import int_attr
+from secc.runtime.errors import NotEnoughMemory
 from secc.runtime.tensor_parallel.expert_lists import find_expert_list
+from secc.runtime.training.eager_watch import run_forward
 
 COUNTED_SAMPLES = 16
 PERMILLE = 1000
@@ -56,7 +58,8 @@ def count_listed_choices(model: nn.Module, batches: Sequence[Mapping[str, Any]])
         stack.enter_context(torch.no_grad())
         stack.enter_context(contextlib.suppress(Exception))  # whatever the user's code raises
         for batch in batches[:COUNTED_SAMPLES]:
-            model(**batch)
+            with contextlib.suppress(NotEnoughMemory):  # of scores for words, often: mixtures have run then
+                run_forward(model, batch)
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)

@@ -8,7 +8,7 @@ samples first; then mixtures and groups of samples are averaged by their rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from secc.cost.model.section_cost import EXPERT_PARTS_ATTRIBUTE
 from secc.frontend.tp_search.expert_cuts import count_of_experts, expert_sizes
 from secc.ir.dialect.ops import graph_of
 from secc.ir.dialect.python_attributes import int_list_attr
+from secc.runtime.errors import NotEnoughMemory
+from secc.runtime.training.eager_watch import run_forward
 
 COUNTED_SAMPLES = 16
 PERMILLE = 1000
@@ -48,7 +50,8 @@ def count_routing(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Rou
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(torch.no_grad())
             for batch in some:
-                model(**batch)
+                with suppress(NotEnoughMemory):  # of scores for words, often: mixtures have run then
+                    run_forward(model, batch)
     except Exception:  # code that cannot run without gradients: loads are assumed, as for large models
         return {}
     finally:

@@ -78,4 +78,4 @@ def test_from_pretrained_reads_only_the_configuration(tmp_path: Path) -> None:
 
 def test_a_missing_small_model_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="small_model"):
-        build_meta_model(_user(tmp_path, PLAIN), small=True)
+        _user(tmp_path, PLAIN).as_small()
