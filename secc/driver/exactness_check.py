@@ -121,7 +121,7 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
     if compared is compiled:
         return checked
     note = "compared on light samples of the dataset: heavier ones take more memory than this machine has"
-    notes = {"notes": [*checked.plan.checks.get("notes", []), note]}
+    notes: dict[str, object] = {"notes": [*checked.plan.checks.get("notes", []), note]}
     return dataclasses.replace(_add_checks(checked, notes), survey=compiled.survey)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -24,12 +24,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from secc.cost.counting.annotate_calls import meta_arguments
 from secc.cost.counting.example_arguments import NO_SAMPLES, CallExample, CallExamples, CollatedSamples
 from secc.cost.counting.meta_run import ValuelessTensors, run_on_meta
+from secc.errors import NotEnoughMemory
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.tp_search.find_mapping import ModuleCall
 from secc.ir.dialect.ops import CallOp, GraphOp
 from secc.runtime.model.module_copies import copy_module
-from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.model.user_file import UserModel
+from secc.runtime.training.eager_watch import run_forward
 from secc.runtime.training.widened_floats import widen_batch, widened_floats
 
 EXAMPLE_ROWS, EXAMPLE_WIDTH = 2, 8  # sizes of what is made up
@@ -131,7 +132,8 @@ def run_on_small_batches(
             watch(stack)
             stack.enter_context(widened_floats(model, torch.float32))
             batch = min(map(user.collate, survey.compose_batches(pattern)), key=_batch_entries)
-            model(**unflatten_batch(widen_batch(batch, torch.float32)))
+            with suppress(NotEnoughMemory):  # of scores for words, often: layers have been called then
+                run_forward(model, widen_batch(batch, torch.float32))
 
 
 def example_sizes(graph: GraphOp) -> dict[str, int]:
