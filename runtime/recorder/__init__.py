@@ -3,7 +3,15 @@ record again with it."""
 
 from secc.runtime.recorder.nested_values import take_at_path
 from secc.runtime.recorder.recorder import CallObserver, Recorder, record_forward
-from secc.runtime.recorder.recording import BlockError, Hazard, Read, Recording, is_read_node, read_value
+from secc.runtime.recorder.recording import (
+    BlockError,
+    Hazard,
+    Read,
+    Recording,
+    is_gradient_error,
+    is_read_node,
+    read_value,
+)
 from secc.runtime.recorder.replay import Replay
 
 __all__ = [
@@ -14,6 +22,7 @@ __all__ = [
     "Recorder",
     "Recording",
     "Replay",
+    "is_gradient_error",
     "is_read_node",
     "read_value",
     "record_forward",

@@ -48,6 +48,13 @@ _REFUSED_CALLS: dict[Any, str] = {
 }
 
 
+_HOOK_CALLS = {
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.retain_grad,
+}
+
+
 class FunctionListener(Protocol):
     """Receives the calls of users' autograd functions."""
 
@@ -121,7 +128,11 @@ class CallInterceptor(TorchFunctionMode):
         if func not in _SHAPELESS_GETTERS:
             self._listener.on_tensor_use(args, kwargs)
         if func in _REFUSED_CALLS:
-            remedy = "move it into one of the model's modules, which is called as it is"
+            remedy = (
+                "move it into one of the model's modules, which is called as it is"
+                if func in _HOOK_CALLS
+                else "move it and the modules that it takes gradients of into one nn.Module"
+            )
             self._listener.fail(
                 f"forward uses {_REFUSED_CALLS[func]} between its modules, which cannot be recorded", remedy
             )

@@ -79,6 +79,7 @@ from secc.runtime.recorder.recording import (
     RandomOpCall,
     Recording,
     RecordingEnded,
+    is_gradient_error,
     mark_written,
 )
 from secc.runtime.recorder.setting_tracker import SettingTracker, watch_attributes
@@ -133,6 +134,7 @@ class Recorder:
         self._opened_blocks = set[str]()  # blocks that hide what should be seen, which were opened
         self.shows_placed_rows = self.follows_draws = False
         self._uses_random_values = False  # whether a module runs with random values now
+        self._differentiates = False  # whether a block runs now that takes gradients of what it calls
         self._origins = TensorOrigins(
             self._state, {t.untyped_storage()._cdata: n for n, t in self._tensors.items()}
         )
@@ -605,7 +607,7 @@ class Recorder:
 
     def _on_module_call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.paused:
-            if not self._running[0] or self._uses_random_values:
+            if not self._running[0] or self._uses_random_values or self._differentiates:
                 return module._call_impl(*args, **kwargs)
             return (
                 self._run_layer(path, module, args, kwargs)
@@ -794,6 +796,21 @@ class Recorder:
                     return layout[0]
             raise
 
+    def _run_differentiable(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a block. Where it asks for gradients that known results of its layers cut off, run it again
+        with all that it calls."""
+        watch = self._watch.copy()
+        try:
+            return self._run_inside_block(module, args, kwargs)
+        except RuntimeError as error:
+            if self._differentiates or not is_gradient_error(error):
+                raise
+        self._watch, self._differentiates, self.shortcut_call.is_on = watch, True, False
+        try:
+            return self._run_inside_block(module, args, kwargs)
+        finally:
+            self._differentiates, self.shortcut_call.is_on = False, True
+
     def _run_with_random_values(
         self, watch: BlockWatch, call: Callable[[], Any]
     ) -> tuple[Any, frozenset[int]]:
@@ -868,7 +885,7 @@ class Recorder:
                 self._origins.running_block(self._running[0], fixed),
                 forward_hooks.without_user_hooks(modules_without_hooks),
             ):
-                out = self._run_inside_block(module, args, kwargs)
+                out = self._run_differentiable(module, args, kwargs)
                 input_independent = frozenset(
                     id(t) for _, t in nested_values.iter_tensors(out) if self._origins.is_input_independent(t)
                 )

@@ -33,7 +33,13 @@ from secc.runtime.model.source_lines import SourceLines, random_call_name
 
 # Ops that take rows of their first argument: the other arguments decide how many.
 _PICKING_OPS = (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default)
+_GRADIENT_ERRORS = ("differentiated Tensor", "does not require grad")  # of torch.autograd
 _MAX_COMPARED_ENTRIES = 1024  # larger values that Python reads are compared by their hash
+
+
+def is_gradient_error(error: Exception) -> bool:
+    """Whether code failed because it takes a gradient of what has no graph."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _GRADIENT_ERRORS)
 
 
 class BlockError(UserError):

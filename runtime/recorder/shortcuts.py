@@ -31,9 +31,12 @@ class Shortcuts:
 
     def __init__(self, mode: FakeTensorMode, note: ShortcutCallback) -> None:
         self._mode, self._note, self._known = mode, note, dict[Any, TensorLayout]()
+        self.is_on = True  # off where gradients are taken, for which a shortcut leaves no graph
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return `func(*args, **kwargs)`."""
+        if not self.is_on:
+            return func(*args, **kwargs)
         layout = _linear_layout(*args) if func is linear and not kwargs else None
         key = _attention_key(args, kwargs) if func is scaled_dot_product_attention else None
         layout = self._known.get(key) if key is not None else layout

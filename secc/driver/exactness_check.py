@@ -53,6 +53,7 @@ from secc.runtime.training.one_rank_plan import (
     StepComparison,
 )
 
+_DRAWN_COPIES = 4  # of each sample where random numbers may decide whether padding is read
 _MOST_NAMED = 6  # blocks in a message
 _BRANCH_REMEDY = (
     "a branch of forward on an input that some samples lack (`if x is None`) is taken for the whole batch:"
@@ -491,9 +492,9 @@ def _check_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset
 
 def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset[str]) -> PatternCheck:
     """Compares on the largest micro-batch of the survey, which has samples of several lengths and of smaller
-    patterns, and samples of rare paths."""
+    patterns, and samples of rare paths and with flags that these lack."""
     assert compiled.model is not None
-    rare = compiled.survey.rare_samples(pattern)
+    rare = compiled.survey.rare_samples(pattern) + compiled.survey.flagged_samples(pattern)
     samples = compiled.survey.compose_batches(pattern)[-1] + rare
     try:
         reference = _run_deterministic_reference(compiled, rank, samples)
@@ -506,6 +507,9 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         reference = _run_deterministic_reference(compiled, rank, samples)
     _check_decisions(compiled, rank, pattern)
     sizes = _padding_sizes(compiled.plan)
+    if len(sizes) > 1 and _may_draw_padding(compiled.plan):
+        samples = list(samples) * _DRAWN_COPIES  # each with other numbers
+        reference = _run_deterministic_reference(compiled, rank, samples)
     if compiled.plan.draws:
         sizes.append(1)  # random numbers must be the same in micro-batches of any size
     if compiled.plan.checks.get("accepted"):
@@ -527,6 +531,16 @@ def _padding_sizes(plan: Plan) -> list[MicroBatchSizes]:
     """Returns sizes of micro-batches that show whether what edges pad is read."""
     pads = plan.widths == "own" and any(edge.extents for edge in plan.edges)
     return [CHECK_MICRO_BATCH, *(SizeTrend if pads else ())]
+
+
+def _may_draw_padding(plan: Plan) -> bool:
+    """Whether random numbers may choose for single samples what edges pad (`torch.rand(n) < 0.1`): glue
+    draws, or a block does and an edge carries a mask."""
+    blocks = [block for section in plan.sections for block in section.blocks]
+    paths = [op.call.partition("@")[0] for op in plan.draws]
+    if any(not any(f"{path}.".startswith(f"{block}.") for block in blocks) for path in paths):
+        return True
+    return bool(paths) and any(edge.extents and not edge.grad for edge in plan.edges)
 
 
 def _refuse_gradient_hooks(rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]) -> None:

@@ -201,6 +201,93 @@ def test_a_mask_is_padded_as_its_module_pads_it(name: str, tmp_path: Path) -> No
     assert any("Receives padded: " in text for text in texts) == bool(found.fills)
 
 
+# A condition that few samples drop: its place is then seen whole, padding included.
+DROPPED = """
+import torch
+from torch import nn
+
+
+def dataset():
+    draw = torch.Generator().manual_seed(0)
+    lengths = [2 + i * 5 % 7 for i in range(40)]
+    return [
+        dict(x=torch.randn(4, generator=draw), ids=torch.randint(1, 30, (n,), generator=draw)) | FLAG
+        for i, n in enumerate(lengths)
+    ]
+
+
+def collate(samples):
+    batch = {k: torch.stack([s[k] for s in samples]) for k in samples[0] if k != "ids"}
+    ids = nn.utils.rnn.pad_sequence([s["ids"] for s in samples], batch_first=True)
+    return batch | dict(ids=ids)
+
+
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.map = nn.Embedding(30, 64), nn.Linear(64, 64)
+
+    def forward(self, ids):
+        return self.map(self.words(ids))
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ask, self.out = nn.Linear(4, 64), nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 4))
+
+    def forward(self, x, text, seen):
+        scores = (self.ask(x)[:, None] * text).sum(-1).masked_fill(~seen, -torch.inf)
+        return self.out((scores.softmax(-1)[..., None] * text).sum(1))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.text, self.reader = Text().requires_grad_(False), Reader()
+        self.null = nn.Parameter(torch.full((64,), 0.3))
+
+    def forward(self, x, ids, drop=None):
+        with torch.no_grad():
+            text = self.text(ids)
+        drop = DROP
+        text = torch.where(drop[:, None, None], self.null, text)
+        loss = (self.reader(x, text, (ids != 0) | drop[:, None]) - x).square().sum(-1)
+        return {"loss": loss.mean()}
+
+
+def model():
+    return Model()
+
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "drop"),
+    [
+        ("dict(drop=torch.tensor(i % 7 == 3))", "drop"),
+        ("dict(drop=torch.tensor(i == 33))", "drop"),
+        ("{}", "torch.rand(len(ids)) < 0.1"),
+    ],
+    ids=["some", "one", "drawn"],
+)
+def test_padding_that_few_samples_read_is_found(flag: str, drop: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(DROPPED.replace("FLAG", flag).replace("DROP", drop))
+    sections = ("text=text", "reader=reader")
+    plan = check_exactness(
+        compile_model(
+            path, CompileOptions(cluster="local:2", strategy="apart", global_batch=8, sections=sections)
+        ),
+        required=True,
+    ).plan
+    assert len(plan.sections) == 2
+    assert plan.widths == "global" and str(plan.checks["widths"]).startswith(WidthsReason.INEXACT.value)
+
+
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(

@@ -92,6 +92,73 @@ def test_a_mean_over_samples_in_a_loop_names_the_option(tmp_path: Path) -> None:
     check_exactness(compile_model(tmp_path / "averaged.py", options), required=True)
 
 
+RATIO = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.map(x))
+
+
+class Ratio(nn.Module):
+    def forward(self, first, second, weight):
+        of_first, = torch.autograd.grad(first, weight, retain_graph=True)
+        of_second, = torch.autograd.grad(second, weight, retain_graph=True)
+        return first + second * (of_first.norm() / (of_second.norm() + 1e-4)).clamp(0, 10).detach()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.out, self.kind, self.ratio = nn.Linear(8, 4), nn.Linear(8, 3), Ratio()
+
+    def forward(self, x, y, kind):
+        for layer in self.layers:
+            x = layer(x)
+        first, second = F.mse_loss(self.out(x), y), F.cross_entropy(self.kind(x), kind)
+        return TAKEN
+
+
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def dataset():
+    draw = torch.Generator().manual_seed(0)
+    return [
+        dict(x=torch.randn(8, generator=draw), y=torch.randn(4, generator=draw), kind=torch.tensor(i % 3))
+        for i in range(24)
+    ]
+
+
+def collate(samples):
+    return {k: torch.stack([s[k] for s in samples]) for k in samples[0]}
+"""
+
+
+@pytest.mark.parametrize(
+    "taken", ["Ratio.forward(self, first, second, WEIGHT)", "self.ratio(first, second, WEIGHT)"]
+)
+def test_a_ratio_of_gradients_names_the_option(taken: str, tmp_path: Path) -> None:
+    """The weight of a second loss by the gradients of both at the last layer (Esser et al., VQGAN, 2021)."""
+    taken = taken.replace("WEIGHT", "self.layers[-1].map.weight")
+    (tmp_path / "ratio.py").write_text(RATIO.replace("TAKEN", taken))
+    with pytest.raises(UserError, match="not separable by sample: lines_") as refused:
+        compile_model(tmp_path / "ratio.py", CompileOptions(global_batch=12))
+    block = refused.value.remedy.partition("--whole-batch ")[2].partition(",")[0]
+    options = CompileOptions(cluster="local:1", global_batch=12, whole_batch=(block,))
+    check_exactness(compile_model(tmp_path / "ratio.py", options), required=True)
+
+
 @pytest.mark.slow
 def test_loops_that_add_to_one_sum_are_a_block_together(tmp_path: Path) -> None:
     """A block that only adds to a sum that it takes would be none of samples alone."""

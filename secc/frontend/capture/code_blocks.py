@@ -28,7 +28,7 @@ from secc.runtime.model.user_file import UserModel, is_model_file_module, model_
 from secc.runtime.recorder import BlockError, take_at_path
 
 _MAX_RANGES = 12  # ranges of statements that are tried for one error; each costs a capture
-_MAX_RETURNING = 6  # and ranges that return the loss
+_MAX_RETURNING = 12  # and ranges that return the loss
 _MIN_SECONDS = 60.0  # of processor time for all tries, at least
 _MAX_CAPTURES = 2.0  # and as often the time of the capture that failed
 _FIRST_TRY = 5.0  # so many times as long for the first part, most often the right one: a loss with long loops

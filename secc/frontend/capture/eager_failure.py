@@ -13,6 +13,7 @@ from secc.errors import NotEnoughMemory, UserError
 from secc.runtime.model.source_lines import error_source_line
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.parameters.mixed_precision import find_uncast_buffers
+from secc.runtime.recorder import is_gradient_error
 from secc.runtime.training.eager_watch import run_forward
 from secc.runtime.training.widened_floats import is_missing_kernel
 
@@ -30,8 +31,7 @@ def find_eager_failure(
     takes too much memory."""
     batch = user.collate(samples)
     try:
-        with torch.no_grad():
-            run_forward(model, batch)
+        _run_forward(model, batch)
     except NotEnoughMemory:
         return None
     except (Exception, SystemExit) as error:  # whatever the user's code raises
@@ -62,6 +62,18 @@ def find_eager_failure(
         )
         return UserError(message, error_source_line(error), remedy)
     return None
+
+
+def _run_forward(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    """Runs forward without gradients, or with them where forward takes some itself."""
+    try:
+        with torch.no_grad():
+            run_forward(model, batch)
+    except RuntimeError as error:
+        if not is_gradient_error(error):
+            raise
+        with torch.enable_grad():
+            run_forward(model, batch)
 
 
 def _explain_batch_of_one(user: UserModel, batch: Mapping[str, Any]) -> str:

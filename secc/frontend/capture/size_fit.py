@@ -23,6 +23,7 @@ MAX_DEGREE = 3
 MAX_DENOMINATOR = 8  # as in S*(S + 1)//2; a larger denominator fits by chance
 _REMAINDER_ROWS = 8  # observations that a remainder has to fit: some lengths have a common step
 _TERMS_IN_DOUBT = 3  # coefficients that may fit a few numbers by chance
+_DOUBLINGS = 2  # times that a width is doubled to try an explanation
 _FEW_SIZES = 2  # determine a sum of two terms, and check nothing
 MODULUS = (1 << 61) - 1  # a Mersenne prime, for a quick test whether a linear system has a solution
 
@@ -223,9 +224,16 @@ class SizeFitter:
         """Returns a symbol of the expression and twice its largest observed size, where the expression can be
         tried; None if no symbol can be padded, or if more than `few` different sizes have been observed."""
         names = sorted(symbol_names(expr) & self._padded_symbols)
-        if not names or self._count_sizes(expr) > few:
-            return None
-        return names[0], 2 * max(row[names[0]] for row in self.size_rows)
+        return self._double_width(names[0]) if names and self._count_sizes(expr) <= few else None
+
+    def _double_width(self, name: str) -> tuple[str, int] | None:
+        """Returns a width symbol and twice its largest observed size; None if that was tried twice, since
+        explanations that hold so far are not tried for ever."""
+        widths = sorted({row[name] for row in self.size_rows})
+        tried = len(widths) > _DOUBLINGS and all(
+            wide >= 2 * narrow for narrow, wide in itertools.pairwise(widths[-1 - _DOUBLINGS :])
+        )
+        return None if tried else (name, 2 * widths[-1])
 
     def _count_sizes(self, expr: Expr) -> int:
         """The number of different sizes at which the symbols of an expression have been observed."""
@@ -239,7 +247,7 @@ class SizeFitter:
         if len(symbol_names(expr)) > 1 and not all(factor.is_Integer for factor in factors):
             self.used_division = True
             widths = sorted(symbol_names(expr) & self._padded_symbols)
-            self._doubt_at((widths[0], 2 * max(row[widths[0]] for row in self.size_rows)) if widths else None)
+            self._doubt_at(self._double_width(widths[0]) if widths else None)
 
     def _fit_wider_width(self, values: ValueColumn, others: Sequence[BasisTerm]) -> Iterator[Expr]:
         """Yields expressions in the wider of two widths that were met in both orders, as where one is

@@ -4,19 +4,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from secc.errors import UserError
 from secc.frontend.dataset.survey import (
+    KEPT_FLAG_SAMPLES,
     KEPT_MASK_SETS,
     KEPT_PER_PATTERN,
+    MAX_FLAG_VALUES,
     DatasetSurvey,
     DrawnSample,
+    Flag,
     KeyShapes,
     Sample,
+    flags_of,
 )
 from secc.runtime.model.user_file import UserModel
 
@@ -38,6 +42,8 @@ def survey_dataset(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bo
     samples: dict[int, Sample] = {}
     pattern_counts: Counter[frozenset[str]] = Counter()
     full_masks_seen: dict[frozenset[str], set[frozenset[str]]] = {}
+    flags_seen: dict[frozenset[str], set[Flag]] = {}
+    kept_for_flags: Counter[frozenset[str]] = Counter()
     kept: set[int] = set()
     skipped: list[str] = []
     for i in _choose_indices(user, count, seed):
@@ -60,6 +66,11 @@ def survey_dataset(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bo
         ):
             kept.add(i)
             known.add(_full_masks(sample))
+        met = flags_seen.setdefault(keys, set())
+        if i not in kept and _has_new_flag(sample, met) and kept_for_flags[keys] < KEPT_FLAG_SAMPLES:
+            kept.add(i)
+            kept_for_flags[keys] += 1
+        met |= flags_of(sample)
         samples[i] = sample if i in kept else _drop_data(sample)
     if not samples:
         raise UserError(
@@ -110,6 +121,12 @@ def _full_masks(sample: Sample) -> frozenset[str]:
         if isinstance(v, torch.Tensor) and v.numel() and not v.is_floating_point()
     }
     return frozenset(k for k, v in tensors.items() if not v.is_complex() and bool((v == 1).all()))
+
+
+def _has_new_flag(sample: Sample, met: Collection[Flag]) -> bool:
+    """Whether a sample has a flag that others lack, of a key with few values."""
+    counts = Counter(key for key, _ in met)
+    return any(flag not in met and counts[flag[0]] < MAX_FLAG_VALUES for flag in flags_of(sample))
 
 
 def _drop_data(sample: Sample) -> Sample:

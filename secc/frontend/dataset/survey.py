@@ -22,10 +22,13 @@ from secc.runtime.model.default_collate import TEXT_KEY
 Sample = dict[str, Any]
 InputPattern = frozenset[str]
 KeyShapes = Mapping[str, tuple[int, ...]]
+Flag = tuple[str, int]  # a key and its value
 
 # Samples that are kept in memory; of all others only shapes are.
 KEPT_PER_PATTERN = 12
 KEPT_MASK_SETS = 4  # further samples of a pattern, each with another set of full masks
+KEPT_FLAG_SAMPLES = 4  # and further ones, each with a flag that the others lack
+MAX_FLAG_VALUES = 4  # numbers of a sample with more values (labels, lengths) are no flags
 BATCH_SAMPLE_COUNTS = (2, 3, 4, 5, 7)  # samples in the micro-batches of a pattern ...
 LACKING_SAMPLE_COUNTS = (0, 1, 1, 2, 2)  # ... and how many of these lack some of the pattern's keys
 FEW_LENGTHS = 3  # samples of fewer different lengths are cropped to further lengths
@@ -105,6 +108,24 @@ class DatasetSurvey:
         """Returns the samples that were kept for the path that they take and that a micro-batch of this
         pattern may hold."""
         return [d.sample for d in self.drawn_samples if d.is_rare and d.pattern <= pattern and d.sample]
+
+    def flagged_samples(self, pattern: InputPattern) -> list[Sample]:
+        """Returns kept samples of a pattern, short ones, such that each flag (a condition that is dropped,
+        one of few tasks) comes with a sample that the last micro-batch of the pattern and these pad."""
+        kept, batch = self.kept_samples(pattern), self.compose_batches(pattern)[-1]
+        must_crop = self._must_crop(pattern, self._covering_groups(pattern))
+        counts = Counter(key for key, _ in frozenset[Flag]().union(*map(flags_of, kept)))
+        longest = max(map(sequence_length, batch))
+        met = frozenset[Flag]().union(*(flags_of(s) for s in batch if sequence_length(s) < longest))
+        found = list[Sample]()
+        for sample in sorted(kept, key=sequence_length):
+            unmet = {flag for flag in flags_of(sample) if counts[flag[0]] <= MAX_FLAG_VALUES} - met
+            if unmet and len(found) < KEPT_FLAG_SAMPLES:
+                found.append(_crop_sample(sample, max(BATCH_PLACES), len(found)) if must_crop else sample)
+                met |= unmet
+        if not must_crop and any(sequence_length(s) >= longest for s in found):
+            found += [s for s in _sort_by_length(kept)[:1] if sequence_length(s) > longest]
+        return found
 
     def samples_of(self, pattern: InputPattern) -> list[Sample]:
         """Returns the kept samples of exactly this pattern, in the dataset's order."""
@@ -204,6 +225,21 @@ class DatasetSurvey:
         lengths = {sequence_length(s) for group in cover for s in group} - {0}
         plain_long = any(sequence_length(s) > LONG_SEQUENCE and _has_only_sequences(s) for s in kept)
         return self.may_crop and bool(lengths) and (len(lengths) < FEW_LENGTHS or plain_long)
+
+
+def flags_of(sample: Sample) -> frozenset[Flag]:
+    """Returns the conditions and whole numbers of a sample, and which of its integer tensors are all zeros,
+    with their keys: code may choose by them (`torch.where(drop[:, None], null, x)`)."""
+    found = set[Flag]()
+    for key, value in sample.items():
+        if isinstance(value, (bool, int)):
+            found.add((key, int(value)))
+        elif isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
+            if value.numel() == 1:
+                found.add((key, int(value)))
+            elif value.numel() and not value.any():
+                found.add((key, 0))
+    return frozenset(found)
 
 
 def _tells_apart(pattern: InputPattern, pair: tuple[str, str]) -> bool:

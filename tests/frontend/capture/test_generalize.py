@@ -108,6 +108,16 @@ def test_half_a_difference_of_two_lengths_is_doubted() -> None:
     assert found is not None and evaluate_size(found, {"S": 40, "F": 101}) == 51
 
 
+def test_a_width_is_not_doubled_for_ever() -> None:
+    """Half of a sum that holds at every width would be tried at 12,000 entries."""
+    rows = [{"S": s, "T": t} for s, t in ((4, 6), (5, 7), (6, 4), (3, 9), (7, 11))]
+    for asked in (14, 28, None):
+        fitter = SizeFitter(rows, free={"S", "T"})
+        assert fitter.fit_integer([(row["S"] + row["T"]) // 2 for row in rows]) is not None
+        assert fitter.doubts == ([] if asked is None else [("S", asked)])
+        rows += [{**rows[0], name: size} for name, size in fitter.doubts]
+
+
 @pytest.mark.parametrize("free", ["", "S"])
 @pytest.mark.parametrize("widths", [(8, 9, 10), (9, 11)])
 def test_a_size_that_is_seen_again_checks_nothing(widths: tuple[int, ...], free: str) -> None:

@@ -179,6 +179,20 @@ def test_the_pattern_is_that_of_the_batch_and_none_is_a_missing_key(user_of: Use
     assert len(found.samples_of(frozenset())) == KEPT_PER_PATTERN
 
 
+def test_samples_with_a_flag_come_with_longer_ones(user_of: UserOf):
+    flags = [
+        {"task": torch.tensor(i % 2), "rare": i == 33, "label": i % 9, "b": torch.zeros(2)} for i in range(40)
+    ]
+    samples = [text(2 + i * 5 % 7, **more) for i, more in enumerate(flags)]
+    found = survey_dataset(user_of(samples), count=64)
+    batch = found.compose_batches(frozenset())[-1]
+    together = [*batch, *found.flagged_samples(frozenset())]
+    assert len(together) <= len(batch) + 5
+    longest = max(map(sequence_length, together))
+    padded = [s for s in together if sequence_length(s) < longest]
+    assert {int(s["task"]) for s in padded} == {0, 1} and {s["rare"] for s in padded} == {False, True}
+
+
 def test_a_survey_holds_few_samples_in_memory(user_of: UserOf):
     found = survey_dataset(user_of(MIXED))
     assert all(1 <= len(found.samples_of(p)) <= KEPT_PER_PATTERN for p in found.pattern_counts)
