@@ -43,6 +43,7 @@ from secc.cost.model import measured_costs as costs
 from secc.cost.model.expert_parallel_cost import busiest_part
 from secc.cost.model.section_cost import DEFAULT_EXPERT_LOAD, counted_expert_parts, float_attribute
 from secc.driver import plan_origin
+from secc.driver.activation_room import subtract_whole_parameters
 from secc.driver.compile_options import CompileOptions
 from secc.driver.default_pipeline import build_pipeline, fusion_mode
 from secc.driver.pass_driver import CapturedModel, PlannedModule, Planner
@@ -253,7 +254,7 @@ def compile_model(
         name_draws(error, drawn_from)
         raise
     versions = {"secc": __version__, "torch": torch.__version__.split("+")[0]}
-    plan = plan_codegen.build_plan(planned.module, ref, versions)
+    plan = subtract_whole_parameters(plan_codegen.build_plan(planned.module, ref, versions))
     small_failure = _why_small_model_fails(user, survey) if model is None else ""
     notes = _collect_notes(planned, survey, options, small_failure)
     plan = dataclasses.replace(plan, checks=plan.checks | notes | padding.as_checks(inputs))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
 
 from secc.driver import compile as compiler
+from secc.driver.activation_room import subtract_whole_parameters
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
@@ -70,3 +74,17 @@ def test_tp_is_taken_back_where_the_small_model_cannot_show_it(tmp_path: Path) -
 def test_a_pinned_tp_is_refused_where_the_small_model_cannot_show_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=REASON):
         compile_on_two_ranks(tmp_path, "2, 1", "model.tp=2")
+
+
+def test_parameters_that_stay_whole_take_from_the_room_for_activations(tmp_path: Path) -> None:
+    plan = compile_on_two_ranks(tmp_path, "4, 2", "model.tp=2").plan
+    (section,) = plan.sections
+    room = 1 << 36
+    entries = {
+        n: prod(map(int, re.findall(r"\d+", what.split("[")[1]))) for n, what in plan.model.parameters.items()
+    }
+    for split in (section.shards, section.shards[:3], ()):
+        changed = replace(plan, sections=(replace(section, shards=split, room_bytes=room),))
+        whole = sum(n for name, n in entries.items() if name not in {shard.name for shard in split})
+        # Weights, gradients and two states of 4 bytes, of which allocation has counted half.
+        assert subtract_whole_parameters(changed).sections[0].room_bytes == room - whole * 16 // 2
