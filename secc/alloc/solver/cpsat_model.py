@@ -54,12 +54,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ortools.sat.python import cp_model
-
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.types import AllocEdge, Assignment, Candidate, Problem, Solution
 from secc.alloc.solver import subproblem as parts
+from secc.alloc.solver.deferred_pandas import deferred_pandas
 from secc.alloc.solver.greedy_start import greedy_assignment
+
+with deferred_pandas("ortools.sat.python.cp_model"):
+    from ortools.sat.python import cp_model
 
 DETERMINISTIC_LIMIT = 20.0  # CP-SAT's unit, about a second on a fast machine
 # Times above this are solved in coarser units, so that sums stay far from CP-SAT's 64 bits.
