@@ -50,6 +50,10 @@ _MAX_WIDENING = 4
 # Pairs of positions in the rows of a batch, which attention takes time for. If a batch of a pattern has more,
 # the one with the fewest pairs is probed in place of all, and padded up to this many.
 _MAX_PAIRS = 1 << 26
+# Entries of a batch's largest tensor, which is mostly the scores of a vocabulary for each token. A batch with
+# more is composed of lighter samples. If the lightest have more, too, the smallest batch of a pattern is
+# padded a little in place of all, and few short samples far, up to this many entries or twice their width.
+_MAX_ENTRIES = 1 << 27
 
 
 class WidthsReason(Enum):
@@ -247,18 +251,48 @@ def _is_padding_never_seen(
     is_limited = max_batches is not None
     for pattern in survey.micro_batch_patterns():
         try:
-            batches = _limit_pairs(survey.compose_batches(pattern)[:max_batches])
+            batches = _compose_light_batches(user, survey, pattern, max_batches, _count_features(model))
             if not all(is_unseen(batch, far) for batch, far in batches):
                 return False
         except NotEnoughMemory:
             if not is_unseen(_pick_unpadded(user, survey, pattern), (False, True)):
                 return False
             is_limited = True
-    others = [] if is_limited else _find_other_lengths(user, survey, inputs)
+    others = [] if is_limited else _find_other_lengths(user, survey, inputs, _count_features(model))
     return all(is_unseen([s], (False,)) for s in others)
 
 
-def _find_other_lengths(user: UserModel, survey: DatasetSurvey, inputs: ModelInputs) -> list[Sample]:
+def _compose_light_batches(
+    user: UserModel, survey: DatasetSurvey, pattern: InputPattern, max_batches: int | None, features: int
+) -> list[tuple[list[Sample], tuple[bool, ...]]]:
+    """Returns batches of a pattern, each with whether it is to be padded a little or (True) far: of lighter
+    samples, or only the smallest, where others are too large. features: of a token in the largest tensor."""
+    while True:
+        batches = survey.compose_batches(pattern)[:max_batches]
+        if all(_count_tokens(batch) * features <= _MAX_ENTRIES for batch in batches):
+            return _limit_pairs(batches)
+        lighter = survey.with_lighter_samples()
+        if lighter is survey:
+            return [
+                (min(batches, key=_count_tokens), (False,)),
+                (_pick_unpadded(user, survey, pattern), (True,)),
+            ]
+        survey = lighter
+
+
+def _count_tokens(samples: list[Sample]) -> int:
+    """Returns the tokens of a batch, with padding."""
+    return len(samples) * max(map(sequence_length, samples))
+
+
+def _count_features(model: nn.Module) -> int:
+    """Returns the most features that a linear layer returns."""
+    return max((m.out_features for m in model.modules() if isinstance(m, nn.Linear)), default=1)
+
+
+def _find_other_lengths(
+    user: UserModel, survey: DatasetSurvey, inputs: ModelInputs, features: int
+) -> list[Sample]:
     """Returns samples, at most one for each remainder of a padded width, with remainders that no batch of the
     survey has; none if batches are large."""
     padded = [s.name for s in inputs.symbols if s.is_padded]
@@ -269,6 +303,8 @@ def _find_other_lengths(user: UserModel, survey: DatasetSurvey, inputs: ModelInp
 
     probed = [b for pattern in survey.micro_batch_patterns() for b in survey.compose_batches(pattern)]
     if any(len(batch) * max(map(sequence_length, batch)) ** 2 > _MAX_PAIRS for batch in probed):
+        return []
+    if any(_count_tokens(batch) * features > _MAX_ENTRIES for batch in probed):
         return []
     seen = set[tuple[str, int]]().union(*map(find_remainders, probed))
     others = list[Sample]()
@@ -304,7 +340,8 @@ def _is_padding_unseen(
     batch = user.collate(samples)
     sizes = combine_sizes([read_symbol_sizes(batch, inputs.symbols)], inputs.symbols)
     names = [s.name for s in inputs.symbols if s.is_padded and sizes[s.name]]
-    widths = [{n: _padded_width(inputs, n, sizes[n], f, samples) for n in names} for f in far]
+    features = _count_features(model)
+    widths = [{n: _padded_width(inputs, n, sizes[n], f, samples, features) for n in names} for f in far]
     try:
         wider = [pad_batch(batch, inputs.inputs, w) for w in widths]
         own_draws = partial(randomness.draws_for, user, samples)
@@ -353,11 +390,14 @@ def _run_in(
         return run_eager(model, widen_batch(batch, dtype), make_draws())
 
 
-def _padded_width(inputs: ModelInputs, name: str, own: int, far: bool, samples: list[Sample]) -> int:
+def _padded_width(
+    inputs: ModelInputs, name: str, own: int, far: bool, samples: list[Sample], features: int
+) -> int:
     """Returns a width to pad `samples` to: a little more than the batch's own, or, if `far`, that of the
     widest drawn sample, within limits."""
     most = _MAX_WIDENING * own
     if own == max(map(sequence_length, samples)):
         most = min(most, isqrt(_MAX_PAIRS // len(samples)))
+        most = min(most, max(_MAX_ENTRIES // features // len(samples), 2 * own))
     widest = min(max(s[name] for s in inputs.sample_sizes), most) if far else 0
     return max(own + _EXTRA_PADDING, widest)

@@ -380,12 +380,12 @@ def sample_volume(sample: Sample) -> int:
 
 def _lighter_half(samples: list[Sample]) -> list[Sample]:
     """Returns the half of the samples, or two, that come first by length and volume together."""
-    lengths, volumes = (
-        {id(s): place for place, s in enumerate(order)}
-        for order in (reversed(_sort_by_length(samples)), sort_by_volume(samples))
-    )
-    lightest = sorted(samples, key=lambda s: lengths[id(s)] + volumes[id(s)])
-    return lightest[: max(2, len(samples) // 2)]
+    lengths, volumes = sorted(map(sequence_length, samples)), sorted(map(sample_volume, samples))
+
+    def find_place(sample: Sample) -> int:
+        return lengths.index(sequence_length(sample)) + volumes.index(sample_volume(sample))
+
+    return sorted(samples, key=find_place)[: max(2, len(samples) // 2)]
 
 
 def _drop_heavy(samples: list[Sample]) -> list[Sample]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from secc.frontend.dataset import padding_policy
 from secc.frontend.dataset.input_symbols import describe_inputs
 from secc.frontend.dataset.padding_policy import PaddingPolicy, WidthsReason, choose_padding_policy
 from secc.frontend.dataset.sampling import survey_dataset
@@ -64,6 +65,25 @@ def test_few_batches_of_long_samples_are_padded(
     assert all(rows * width**2 <= 2**26 for rows, width in shapes)
     if widths == "own":
         assert len(shapes) == runs  # batches as they are and padded; one long batch padded twice
+
+
+@pytest.mark.parametrize(
+    ("extra", "widths"), [("", "own"), ("+ x.mean()", "global")], ids=["ignored", "in a mean"]
+)
+def test_light_samples_are_padded_where_scores_are_large(
+    extra: str, widths: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.replace("EXTRA", extra).replace("LEAST", "20"))
+    monkeypatch.setattr(padding_policy, "_MAX_ENTRIES", 30 * 100)  # the scores of 100 tokens
+    user = load_model_file(path)
+    survey = survey_dataset(user)
+    found = choose_padding_policy(user, survey, describe_inputs(user, survey), user.build_model())
+    assert found.widths == widths
+    shapes: list[tuple[int, int]] = user.module.SHAPES
+    assert len(set(shapes)) > 1 and all(width <= 120 + 3 for _, width in shapes)
+    if widths == "own":
+        assert len(shapes) == 4 and shapes[3][1] >= 2 * shapes[2][1]  # padded a little, and far
 
 
 def test_padding_that_only_rounds_a_gradient_otherwise_is_not_seen(tmp_path: Path) -> None:

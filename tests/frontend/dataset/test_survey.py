@@ -52,6 +52,15 @@ def test_keys_and_patterns_are_counted(user_of: UserOf):
     assert set(found.micro_batch_patterns()[:2]) == {frozenset(), frozenset("x")}
 
 
+def test_lighter_samples_are_the_shortest_of_those_with_equal_pictures(user_of: UserOf):
+    found = survey_dataset(user_of([text(n, x=image(2 if n in (5, 7) else 1)) for n in range(12, 4, -1)]))
+    lengths = list[list[int]]()
+    while (lighter := found.with_lighter_samples()) is not found:
+        found = lighter
+        lengths.append(sorted(map(sequence_length, found.samples_of(frozenset()))))
+    assert lengths == [[6, 8, 9, 10], [6, 8]]
+
+
 def test_patterns_that_only_micro_batches_have_follow_the_observed(user_of: UserOf):
     found = survey_dataset(user_of([text(4, x=image()), text(5, y=image()), text(6)]))
     assert found.micro_batch_patterns()[3:] == [frozenset("xy")]
