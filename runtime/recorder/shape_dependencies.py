@@ -74,7 +74,5 @@ def is_fixed(node: fx.Node) -> bool:
             or (isinstance(n.target, torch._ops.OpOverload) and not is_random(n.target, n.args, n.kwargs))
         ):
             return False
-    return not any(
-        behind.intersection(iter_nodes_behind(writer.all_input_nodes[:1]))
-        for writer in filter(writes_argument, node.graph.nodes)
-    )
+    writers = filter(writes_argument, node.graph.nodes)
+    return behind.isdisjoint(iter_nodes_behind(n for writer in writers for n in writer.all_input_nodes[:1]))
