@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
@@ -119,7 +120,12 @@ def _quote_key(key: str | int) -> str:
 
 
 def _parse_key(step: str) -> str | int:
-    return ast.literal_eval(step[1:-1])
+    return _parse_literal(step[1:-1])
+
+
+@functools.lru_cache(1 << 12)  # models have few keys, and each recording meets them again
+def _parse_literal(text: str) -> str | int:
+    return ast.literal_eval(text)
 
 
 def take_at_path(value: Any, path: str) -> Any:
@@ -128,7 +134,7 @@ def take_at_path(value: Any, path: str) -> Any:
         if match["name"] is not None:
             value = getattr(value, match["name"])
         else:
-            value = value[ast.literal_eval(match["index"] or match["key"])]
+            value = value[_parse_literal(match["index"] or match["key"])]
     return value
 
 

@@ -346,13 +346,15 @@ def _pack_optimally(
     # even micro-batches.
     best, last_size = [(0, 0, 0)], [0]
     for end in range(1, len(group) + 1):
-        value, size = min(
-            ((t + times[size - 1][end - size], count + 1, squares + size * size), size)
-            for size in range(1, min(len(times), end) + 1)
-            for t, count, squares in (best[end - size],)
-        )
-        best.append(value)
-        last_size.append(size)
+        t, count, squares = best[end - 1]
+        least, chosen = (t + times[0][end - 1], count + 1, squares + 1), 1
+        for size in range(2, min(len(times), end) + 1):
+            t, count, squares = best[end - size]
+            ns = t + times[size - 1][end - size]
+            if ns <= least[0] and (value := (ns, count + 1, squares + size * size)) < least:
+                least, chosen = value, size
+        best.append(least)
+        last_size.append(chosen)
     runs: list[tuple[SamplePositions, int]] = []
     end = len(group)
     while end:

@@ -111,6 +111,13 @@ class Candidate:
     placement: str = "loop"
     norms: str = "whole"
 
+    def with_fields(self, **fields: int | bool) -> Candidate:
+        """Copy with other values of some fields. There are many candidates, and `dataclasses.replace` takes
+        several times as long: it sets each field of a frozen class by a call."""
+        copy = object.__new__(Candidate)
+        vars(copy).update(vars(self), **fields)
+        return copy
+
     @property
     def most_samples(self) -> int:
         """The most samples of a micro-batch."""
@@ -275,7 +282,9 @@ def exclude_candidates(
     """
     sections = dict(problem.sections)
     for s in among or problem.sections:
-        sections[s] = tuple(replace(c, excluded=True) if predicate(c) else c for c in sections[s])
+        sections[s] = tuple(
+            c.with_fields(excluded=True) if not c.excluded and predicate(c) else c for c in sections[s]
+        )
     return replace(problem, sections=sections)
 
 

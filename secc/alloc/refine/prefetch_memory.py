@@ -77,7 +77,7 @@ def with_prefetch_buffers(asked: Problem, work: Workload, size: int | None) -> P
 
     def mark_candidate(section: str, c: Candidate) -> Candidate:
         runs_ahead = section in ahead and c.sharding != "zero3"
-        return replace(c, runs_ahead=runs_ahead, idle_ns=c.idle_ns if runs_ahead else 0)
+        return c.with_fields(runs_ahead=runs_ahead, idle_ns=c.idle_ns if runs_ahead else 0)
 
     sections = {s: tuple(mark_candidate(s, c) for c in cs) for s, cs in asked.sections.items()}
     asked = replace(asked, sections=sections)

@@ -209,8 +209,7 @@ def _coarsen_problem(problem: Problem) -> Problem:
         return {name: tuple(map(round_up, getattr(e, name))) for name in names}
 
     def coarsen_candidate(c: Candidate) -> Candidate:
-        return replace(
-            c,
+        return c.with_fields(
             time_ns=round_up(c.time_ns),
             idle_ns=round_up(c.time_ns) - round_up(c.busy_ns),
             memory=_mebibytes(c.memory) << 20,

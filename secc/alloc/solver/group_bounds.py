@@ -132,6 +132,9 @@ class GroupBounds:
         sent, received = [e for e in leaving if e.src == section], [e for e in leaving if e.dst == section]
         for i, c in enumerate(self.problem.sections[section]):
             work, memory = c.busy_ns if ahead else c.time_ns, c.memory_ahead if sent else c.memory
+            usable = self.usable_bytes[c.ranks, c.kind]
+            if c.excluded or work > self.time_limit or memory > usable:
+                continue  # waits and messages only add to them
             memory += sum(e.sent_bytes[i] for e in sent) + sum(e.returned_bytes[i] for e in received)
             delay = max(
                 [0, *(least[e.src, e.dst][0] - e.independent_ns[i] + e.message_ns[i] for e in received)]
@@ -140,11 +143,7 @@ class GroupBounds:
             rounds = max(
                 [0, *(c.rounds * (e.latency_ns[i] + least[e.src, e.dst][2]) for e in sent if c.rounds > 1)]
             )
-            if (
-                not c.excluded
-                and max(work + hidden, rounds) + delay <= self.time_limit
-                and memory <= self.usable_bytes[c.ranks, c.kind]
-            ):
+            if max(work + hidden, rounds) + delay <= self.time_limit and memory <= usable:
                 options[c.ranks, c.kind].append(SectionOption(work, work + delay + hidden, memory, i))
         self._cached_options[cache_key] = options
         return options
