@@ -9,7 +9,7 @@ group straddles nodes, then the most work.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -385,9 +385,10 @@ class Allocate(ModulePass):
         """The plan that is known, with what was proven of it, the least step of any plan in seconds and the
         steps that its search compared, if it can still be had: nothing else is priced."""
         work, _, size = self._read_options(graph)
-        pins = pins_.parse_pins(
-            (*self.stages, *self.set, *self.known), [s.sym.data for s in graph.sections], self.refused
-        )
+        names = [s.sym.data for s in graph.sections]
+        if any(choice.partition("=")[0].rpartition(".")[0] not in names for choice in self.known):
+            return None  # captured layers have other boundaries, and sections other names
+        pins = pins_.parse_pins((*self._stages_of(names), *self.set, *self.known), names, self.refused)
         pins = pin_whole_batches(graph, pins)
         try:
             asked = self._build_problem(work, pins, size, free=True)
@@ -407,6 +408,13 @@ class Allocate(ModulePass):
         compared = known.parse_compared_steps(self.proven)
         return (solved, won, least_step_s, compared) if tried.fits else None
 
+    def _stages_of(self, names: Collection[str]) -> tuple[str, ...]:
+        """The numbers of stages that layers were captured for, without those of sections in one stage that
+        there are no longer."""
+        return tuple(
+            pin for pin in self.stages if not pin.endswith(ONE_STAGE) or pin.removesuffix(ONE_STAGE) in names
+        )
+
     def read_cluster(self) -> Cluster:
         """The cluster that plans are priced for."""
         return parse_cluster(self.cluster)
@@ -416,7 +424,8 @@ class Allocate(ModulePass):
         invalid ones."""
         cluster = cluster_with_overheads(graph, self.read_cluster())
         ranks = self._rank_count(cluster)
-        pins = pins_.parse_pins((*self.stages, *self.set), [s.sym.data for s in graph.sections], self.refused)
+        names = [s.sym.data for s in graph.sections]
+        pins = pins_.parse_pins((*self._stages_of(names), *self.set), names, self.refused)
         pins = pin_whole_batches(graph, pins)
         for section in graph.sections:
             pins.splits_sequence(section.sym.data)  # refuses an impossible pin

@@ -55,6 +55,10 @@ from secc.runtime.training.one_rank_plan import (
 
 _DRAWN_COPIES = 4  # of each sample where random numbers may decide whether padding is read
 _MOST_NAMED = 6  # blocks in a message
+_SIZE_REMEDY = (
+    "micro-batches have fewer samples and rows than the batch: decide by no number of them; in place of a"
+    " branch, a weight of 0 or 1 from a sum over the batch (`mask.sum() > n`) is exact"
+)
 _BRANCH_REMEDY = (
     "a branch of forward on an input that some samples lack (`if x is None`) is taken for the whole batch:"
     " choose by sample (a mask, torch.where), or let the branch only add a term to the loss"
@@ -457,10 +461,14 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
                 raise
             samples = samples[: max(BATCH_SAMPLE_COUNTS)]  # any samples show what blocks decide
             reference = _run_reference(compiled, rank, samples)
+        size = CHECK_MICRO_BATCH if cause is DecisionCause.SIZE else 1
         try:
-            parts = rank.compare_step(samples, 1, reference)
+            parts = rank.compare_step(samples, size, reference)
         except UserError:
             continue  # a sample that takes its own path is refused when a run meets it
+        if cause is DecisionCause.SIZE and not parts.is_exact:
+            message = f"{cause}: {len(samples)} samples take another way than few of them"
+            raise UserError(message, where or str(compiled.user.path), _SIZE_REMEDY)
         # If one micro-batch is inexact too, decisions are not the cause.
         if not parts.is_exact and rank.compare_step(samples, len(samples), reference).is_exact:
             _refuse_gradient_hooks(rank, samples)

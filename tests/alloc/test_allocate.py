@@ -211,6 +211,17 @@ def test_stages_split_backward_where_that_is_shorter() -> None:
     assert "lm.backward=split" in known == plan_choices.list_plan_choices(graph_of(again))
 
 
+def test_captured_layers_may_lack_a_section_in_one_stage() -> None:
+    """With other blocks, boundaries move otherwise, and a section has another name."""
+    source = with_cuttable_blocks(VLM.read_text())
+    options: dict[str, Any] = {"cluster": "1x8xH100", "global_batch": 64}
+    stages, known = ("lm.pp=2", "gone.pp=1"), ("lm.pp=2", "gone.dp=2")
+    again = allocate_model(source, known=known, stages=stages, **options)
+    assert section_attribute(again, "lm", "pp") == 2
+    with pytest.raises(UserError, match="unknown section 'gone'"):
+        allocate_model(source, stages=("lm.pp=2", "gone.pp=2"), **options)
+
+
 def test_stages_are_limited_by_the_layers_that_calls_run() -> None:
     """The stack has eight layers, and a forward calls two of them."""
     source = with_cuttable_blocks(VLM.read_text()).replace(

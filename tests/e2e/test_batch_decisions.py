@@ -68,6 +68,28 @@ DEPENDS = (
 )
 
 
+@pytest.mark.parametrize(
+    "branch",
+    [
+        "x = x * 2 if len(input_ids) > 8 else x",
+        "x = x * 2 if len(x[keep]) > 70 else x",
+        "x = x * 2 if len(x[torch.rand(input_ids.shape) < 0.5]) > 45 else x",
+    ],
+    ids=["samples", "rows", "drawn"],
+)
+def test_a_loss_that_depends_on_the_size_of_a_batch_is_refused_with_its_line(
+    branch: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="decides by the size of a batch: 16 samples") as refused:
+        compiled(branch, tmp_path, global_batch=16)
+    assert refused.value.where == PLACE
+
+
+def test_a_size_that_changes_only_how_the_loss_is_computed_is_exact(tmp_path: Path) -> None:
+    plan = compiled("x = x * 2 if len(input_ids) > 8 else x + x", tmp_path, global_batch=16).plan
+    assert all(p["exact"] for p in plan.checks["patterns"])
+
+
 @pytest.mark.parametrize("branch", DEPENDS)
 def test_a_loss_that_depends_on_a_whole_batch_condition_is_refused_with_its_line(
     branch: str, tmp_path: Path

@@ -16,13 +16,16 @@ from typing import Any
 
 from torch import nn
 
+from secc.errors import UserError
 from secc.frontend.capture.capture import Capture
+from secc.frontend.capture.control_flow_paths import ObservedRecording, find_first_difference, path_signature
 from secc.frontend.dataset.survey import DatasetSurvey, InputPattern, sequence_length
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import pad_batch, read_symbol_sizes
 from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Plan
 from secc.runtime.recorder import Recorder
+from secc.runtime.recorder.fold_joins import fold_joins
 from secc.runtime.sections.base import SectionModule
 
 MAX_BATCH_SAMPLES = 64
@@ -38,6 +41,7 @@ class DecisionCause(StrEnum):
     """What takes another way in a micro-batch than in the whole batch, as messages say it."""
 
     READ_VALUE = "the loss depends on a value that Python reads of the whole batch"
+    SIZE = "the loss depends on what Python decides by the size of a batch"
     BLOCK_RESULT = "the loss depends on what a block computes of the whole batch"
 
 
@@ -71,12 +75,40 @@ class BatchDecisions:
                 )
             ) is not None:
                 yield DecisionCause.READ_VALUE, where, differing
+        yield from self._find_other_path(pattern)
         if samples[0] and any(frozenset(c.when) == pattern and not c.spare for c in self._plan.recorded):
             yield from self._find_in_recordings(samples[0][:MAX_RECORDED_SAMPLES])
         if samples[0] and (place := self._find_value_reading_block(pattern)):
             larger = (p for p in self._survey.pattern_counts if pattern < p)
             if not any(self._find_value_reading_block(p) == place for p in larger):
                 yield DecisionCause.BLOCK_RESULT, place, self._mix_patterns(pattern, samples[0])
+
+    def _find_other_path(self, pattern: InputPattern) -> Iterator[tuple[DecisionCause, str, SampleList]]:
+        """Yields a batch as large as a global one that takes another path than some of its samples, though
+        Python reads the same conditions: sizes decide (`if len(x[mask]) > 100`), which no case is guarded by.
+        The batch repeats few samples, so that it has their widths and conditions."""
+        cases = [c for c in self._captured.cases if c.pattern == pattern and c.rerecord_reason is None]
+        few = self._survey.compose_batches(pattern)[-1]
+        count = min(self._plan.global_batch, MAX_BATCH_SAMPLES)
+        if not cases or len(few) >= count or self._plan.checks.get("accepted"):
+            return
+        recorder = self._make_recorder()
+        recorder.follows_draws = self._captured.recorder.follows_draws
+        many = list(itertools.islice(itertools.cycle(few), count))
+        try:
+            small, large = (
+                ObservedRecording(fold_joins(recorder.record(self._user.collate(s))), {}) for s in (few, many)
+            )
+        except (UserError, ValueError):
+            return  # forward refuses these samples together
+        (path, conditions), (other, others) = (path_signature(o.recording) for o in (small, large))
+        if path != other and conditions == others:
+            place = find_first_difference([[small], [large]])
+            yield DecisionCause.SIZE, place.where if place is not None else "", many
+
+    def _make_recorder(self) -> Recorder:
+        blocks = (b for s in self._plan.sections for b in s.blocks)
+        return Recorder(self._meta, {*self._plan.fused, *blocks})
 
     def _mix_patterns(self, pattern: InputPattern, samples: SampleList) -> SampleList:
         """Returns as many samples, every second one of a smaller pattern where there are any: one batch, as
@@ -154,9 +186,7 @@ class BatchDecisions:
 
     def _find_in_recordings(self, samples: SampleList) -> Iterator[tuple[DecisionCause, str, SampleList]]:
         """Yields the same for re-recorded glue: conditions, and numbers that are sums over the samples."""
-        recorder = Recorder(
-            self._meta, {*self._plan.fused, *(b for s in self._plan.sections for b in s.blocks)}
-        )
+        recorder = self._make_recorder()
         together, *alone = (self._record_reads(recorder, some) for some in (samples, *([s] for s in samples)))
         for where, value in together.items():
             parts = [reads[where] for reads in alone if where in reads]
