@@ -47,7 +47,10 @@ def find_eager_failure(
                 'mask, or attn_implementation="sdpa"'
             )
             return UserError(message, error_source_line(error), remedy)
-        alone = len(samples) == 1 and find_eager_failure(user, model, [*samples, *samples]) is None
+        alone = len(samples) == 1 and (
+            any(isinstance(v, torch.Tensor) and not v.numel() for v in batch.values())
+            or find_eager_failure(user, model, [*samples, *samples]) is None
+        )
         given = "one of the samples" if len(samples) == 1 else "the first samples"
         given = "a batch of one sample, as a micro-batch may be," if alone else given
         message = (
