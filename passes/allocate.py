@@ -50,6 +50,7 @@ from secc.alloc.refine.interleaved_stages import (
 )
 from secc.alloc.refine.larger_micro_batches import EnlargedPlan, enlarge_micro_batches
 from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
+from secc.alloc.refine.sample_limits import raise_sample_limits
 from secc.alloc.refine.schedule_evaluation import KnownEvaluations, PlanEvaluator
 from secc.alloc.refine.start_plans import MAX_START_RATIO
 from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory
@@ -203,7 +204,7 @@ class Allocate(ModulePass):
         if enlarged is not None:
             solved, own = _add_plan(solved, enlarged)
             won = replace(enlarged.refined, assignment=own)
-            facts |= _micro_batch_facts(enlarged)
+            facts |= _step_facts("micro_batches", enlarged.step_ns)
         evaluator = solved.make_evaluator()
         interleaved = interleave_close_plans(
             evaluator,
@@ -213,7 +214,11 @@ class Allocate(ModulePass):
             solved.pins,
         )
         facts |= _interleaving_facts(interleaved)
-        return replace(solved, problem=interleaved.problem), interleaved.refined, facts
+        solved, won = replace(solved, problem=interleaved.problem), interleaved.refined
+        ranks = assign_ranks(solved.problem, won.assignment)
+        limited = raise_sample_limits(solved.make_evaluator(), won, ranks, solved.pins)
+        facts |= _step_facts("sample_limits", limited.step_ns)
+        return replace(solved, problem=limited.problem), limited.refined, facts
 
     def _find_dealt(
         self, solved: SolvedAllocation, work: Workload, known: DealtPlan
@@ -535,14 +540,14 @@ def _dealing_facts(dealt: DealtPlan) -> dict[str, Any]:
     )
 
 
-def _micro_batch_facts(plan: EnlargedPlan) -> dict[str, Any]:
-    """Seconds of the scheduled step with each limit of samples in a micro-batch that was taken."""
-    return {
-        "micro_batches": {
-            section: {str(size): ns / 10**9 for size, ns in by_size.items()}
-            for section, by_size in plan.step_ns.items()
-        }
+def _step_facts(table: str, step_ns: Mapping[str, Mapping[int, int]]) -> dict[str, Any]:
+    """Seconds of the scheduled step with each limit of samples in a micro-batch that was taken, by section;
+    no table where none was."""
+    by_section = {
+        section: {str(size): ns / 10**9 for size, ns in by_size.items()}
+        for section, by_size in step_ns.items()
     }
+    return {table: by_section} if by_section else {}
 
 
 def _interleaving_facts(plan: InterleavedPlan) -> dict[str, Any]:
@@ -752,3 +757,5 @@ def _write_section(
             "micro_batch_tokens": int_attr(chosen.micro_batch_tokens),
             "token_count": StringAttr(token_count(work.graph)),
         }
+    elif chosen.sample_limit:
+        load.section.attributes["most_samples"] = int_attr(chosen.most_samples)

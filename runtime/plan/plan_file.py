@@ -172,6 +172,7 @@ _SECTION_FIELDS: dict[str, Shape] = {
     "weight_permille": shapes.integer(0, 1000),
     "chunks": shapes.integer(1, MAX_RANKS),
     "placement": shapes.choice(*schema.PLACEMENTS),
+    "mean_samples": _COUNT,
     "micro_batch_tokens": _COUNT,
     "token_count": _optional_expression,
     "shards": shapes.items_of(
@@ -222,6 +223,7 @@ _LATER_FIELDS = (
     "whole_batch",
     "offload",
     "host_gib",
+    "mean_samples",
     "micro_batch_tokens",
     "token_count",
 )

@@ -184,7 +184,8 @@ class Section:
     `cost.saved` and `cost.kept_between` (0: unknown); `working_bytes` are set aside for what a pass needs for
     a time. With `weight_permille`, the backward is split: B computes the gradients of the inputs and W those
     of the parameters (zero-bubble pipelines), and W takes this many thousandths of the backward.
-    A micro-batch has at most `micro_batch` samples; with `micro_batch_tokens` (0: any number), one of several
+    A micro-batch has at most `micro_batch` samples, of which a rank's memory was counted for `mean_samples`
+    mean ones (0: for all); with `micro_batch_tokens` (0: any number), one of several
     samples has at most so many tokens, which `token_count` counts with their padding.
 
     `units` are the blocks with layers that all-gather their parameters one by one, in calling order: in every
@@ -230,6 +231,7 @@ class Section:
     room_bytes: int = 0
     working_bytes: int = 0
     weight_permille: int = 0
+    mean_samples: int = 0
     micro_batch_tokens: int = 0
     token_count: str = ""
     shards: tuple[Shard, ...] = ()

@@ -13,6 +13,10 @@ work over D counts. Stages are cut alike. f falls with D, since idle machines ar
 
 *Even.* The ranks of a group do all its work: T is at least that over q.
 
+*Held bytes.* What stages hold for the backward limits the size of micro-batches, and so how often time is
+taken once in each (`secc/bounds/held_bytes.py`): the work of a group, and of each place in a pipeline's
+replicas, is at least that of so many micro-batches.
+
 *Memory.* A rank of a group holds a stage of each of its sections: the weights (unless they are divided over
 replicas, or in host memory), and with a backward, at some time, what its largest sample keeps. Groups in
 which this exceeds the memory that tensors may take do not occur.
@@ -28,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import lcm
 
+from secc.bounds.held_bytes import PipelineHolds, pipeline_holds
 from secc.bounds.machine_bounds import MachinePool, job_families
 from secc.bounds.work import BatchWork, SampleVisit
 from secc.runtime.plan.schema import Plan, Section, rank_position
@@ -92,6 +97,8 @@ class _Allocations:
             name: sum(sum(work.least_work(s.name, own_sizes)) * s.mesh.replica_size for s in stages)
             for name, stages in sections.items()
         }
+        held = ((name, pipeline_holds(work, stages, own_sizes)) for name, stages in sections.items())
+        self._holds: dict[str, PipelineHolds] = {name: holds for name, holds in held if holds is not None}
         self._replica_bounds: dict[tuple[str, int], int] = {}
 
     def bound_step(self, least: int) -> int:
@@ -135,7 +142,16 @@ class _Allocations:
 
     def _suffices(self, group: Sequence[str], ranks: int, time: int) -> bool:
         """Whether a group may do its work on so many ranks, as far as the bounds say."""
-        if sum(self.work_ns[name] for name in group) > time * ranks:
+        total = 0
+        for name in group:
+            replicas, work = ranks // self.unit[name], self.work_ns[name]
+            if (holds := self._holds.get(name)) is not None:
+                least = holds.least_work(replicas * time)
+                if least is None or least[1] > replicas * time:
+                    return False
+                work = max(work, least[0])
+            total += work
+        if total > time * ranks:
             return False
         return all(self._replica_bound(name, ranks // self.unit[name]) <= time for name in group)
 

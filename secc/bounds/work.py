@@ -72,6 +72,23 @@ class WorkEdge:
     message_ns: Mapping[int, int]
 
 
+@dataclass(frozen=True)
+class PassParts:
+    """A lower bound in ns on one pass of a micro-batch through a section: what each of its samples adds, by
+    position in the global batch, and what the pass takes `once`, whatever the samples."""
+
+    added: Mapping[int, int]
+    once: int
+
+    def scaled(self, permille: int) -> PassParts:
+        """The parts of so many thousandths of the time."""
+        if permille == 1000:
+            return self
+        return PassParts(
+            {p: ns * permille // 1000 for p, ns in self.added.items()}, self.once * permille // 1000
+        )
+
+
 class BatchWork:
     """Visits of one global batch by section, in the order of the plan's graph."""
 
@@ -246,11 +263,11 @@ class BatchWork:
         """(forward, backward) that samples add to micro-batches of any number of samples, as far as what
         these keep for the backward fits a rank."""
         return {
-            s.name: self._shares_of(s, max(1, len(self.active_samples[s.name])), self._room_of_one(s))
+            s.name: self._shares_of(s, max(1, len(self.active_samples[s.name])), self.room_of_one(s))
             for s in self.sections
         }
 
-    def _room_of_one(self, section: Section) -> int:
+    def room_of_one(self, section: Section) -> int:
         """Bytes that a micro-batch of several samples may keep at most on a rank, next to the section's
         weights, in any plan; 0 for any number."""
         cluster = self.traffic.cluster
@@ -313,6 +330,23 @@ class BatchWork:
         kept = self._additive_bytes(cost.saved, positions) if room and cost.saved else None
         forward, backward = (self._additive_shares(text, positions, together, kept, room) for text in texts)
         return {p: (forward[p], backward[p]) for p in positions}
+
+    def pass_parts(self, section: Section, text: str) -> PassParts:
+        """The parts of a pass that takes `text`, by the branch of its maxima that is largest in micro-batches
+        of as many samples as in the plan."""
+        positions, sizes = self.active_samples[section.name], self._costs.sample_sizes
+        found: list[PassParts] = []
+        for b in split_additive(text, self.plan.symbols):
+            rest = {p: evaluate_expr(b.rest, sizes(p)) for p in positions}
+            added = {p: evaluate_expr(b.additive, sizes(p)) + min(0, rest[p]) for p in positions}
+            found.append(PassParts(added, max(0, min(rest.values(), default=0))))
+        together = -(-len(positions) // section.micro_batch)
+        return max(found, key=lambda parts: sum(parts.added.values()) + together * parts.once)
+
+    def kept_bytes(self, section: Section) -> dict[int, int]:
+        """What each active sample adds at least to the bytes that a micro-batch keeps on a rank for its
+        backward."""
+        return self._additive_bytes(section.cost.saved, self.active_samples[section.name])
 
     def _additive_bytes(self, text: str, positions: Sequence[int]) -> dict[int, int]:
         """What each sample adds at least to the bytes that a micro-batch keeps, by the branch of its maxima

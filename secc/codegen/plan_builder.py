@@ -195,6 +195,7 @@ def _plan_section(graph: GraphOp, op: SectionOp, model: schema.ModelRef) -> sche
         room_bytes=attribute_value(op, "room_bytes", 0),
         working_bytes=attribute_value(op, "working_bytes", 0),
         weight_permille=attribute_value(op, "weight_permille", 0),
+        mean_samples=_mean_samples(op),
         micro_batch_tokens=attribute_value(op, "micro_batch_tokens", 0),
         token_count=attribute_value(op, "token_count", ""),
         shards=tuple(shard.value for shard in get_values(op, "shards", ShardAttr)),
@@ -250,6 +251,13 @@ def _fsdp_units(graph: GraphOp, op: SectionOp) -> tuple[str, ...]:
                 continue
             at = order.index(block) + 1
     return tuple(b for b in order if b not in out)
+
+
+def _mean_samples(op: SectionOp) -> int:
+    """The mean samples of a micro-batch that memory was counted for, 0 where that is the most it may have."""
+    if "most_samples" not in op.attributes or "micro_batch_tokens" in op.attributes:
+        return 0
+    return attribute_value(op, "micro_batch", 1)
 
 
 def _section_cost(op: SectionOp) -> schema.Cost:

@@ -110,6 +110,8 @@ def _section_pins(s: Section) -> Iterator[str]:
     mesh = s.mesh
     values = {"dp": mesh.dp, "tp": mesh.tp, "pp": mesh.pp, "micro_batch": s.micro_batch}
     values |= {key: n for key, n in (("cp", mesh.cp), ("ep", mesh.ep)) if n > 1}
+    if s.mean_samples:
+        values |= {"micro_batch": s.mean_samples, "most_samples": s.micro_batch}
     values |= {"micro_batch_tokens": s.micro_batch_tokens} if s.micro_batch_tokens else {}
     words = {"sharding": s.sharding, "recompute": s.recompute, "offload": s.offload}
     words |= {"attention": s.row_attention} if mesh.cp > 1 else {}

@@ -75,8 +75,10 @@ def plan_summary(plan: Plan) -> list[tuple[str, str]]:
         facts.insert(-2, ("dynamic cp", text))
     if text := batch_steps_text(plan):
         facts.insert(4, ("steps of batches", text))
-    if text := _micro_batches_text(plan):
+    if text := _limits_text(plan, "micro_batches", " (its replicas wait for each other)"):
         facts.insert(-2, ("larger micro-batches", text))
+    if text := _limits_text(plan, "sample_limits"):
+        facts.insert(-2, ("more short samples in a micro-batch", text))
     if text := _interleaving_text(plan):
         facts.insert(-2, ("stages", text))
     if plan.run_ahead_gib:
@@ -182,12 +184,12 @@ def _dropped_texts(dropped: Mapping[str, Mapping[str, float]], names: Mapping[st
         yield f"{section}, dropped on the first batch: {', '.join(texts)}"
 
 
-def _micro_batches_text(plan: Plan) -> str:
+def _limits_text(plan: Plan, table: str, why: str = "") -> str:
     """The sections that got larger micro-batches, which make the scheduled step shorter, with the steps; ""
-    where none did."""
-    compared: dict[str, dict[str, float]] = plan.solver.get("micro_batches", {})
+    where none did. `why`: what is said of such sections."""
+    compared: dict[str, dict[str, float]] = plan.solver.get(table, {})
     return "; ".join(
-        f"{section} (its replicas wait for each other): "
+        f"{section}{why}: "
         + ", ".join(
             f"{seconds:.4g} s with up to {amount_text(int(size), 'sample')}"
             for size, seconds in by_size.items()

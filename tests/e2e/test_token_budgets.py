@@ -1,4 +1,5 @@
-"""Micro-batches limited by tokens: plans know the limit, keep to it, and train as plain PyTorch does."""
+"""Micro-batches limited by tokens, or by more short samples than mean ones: plans know the limit, keep to it,
+and train as plain PyTorch does."""
 
 from __future__ import annotations
 
@@ -29,6 +30,19 @@ def test_the_solver_prices_as_many_mean_samples_as_the_budget_holds(tmp_path: Pa
     assert memory[0] < memory[1]  # of a micro-batch with four times the tokens
 
 
+def test_memory_is_counted_for_mean_samples_where_more_short_ones_may_be_together(tmp_path: Path) -> None:
+    path, working = write_named_recording_model("llama", tmp_path), list[int]()
+    for pins in (("micro_batch=1",), ("micro_batch=1", "most_samples=4"), ("micro_batch=4",)):
+        texts = ("model.dp=2", *(f"model.{pin}" for pin in pins))
+        plan = compile_model(path, CompileOptions(cluster="local:2", global_batch=16, set=texts)).plan
+        (section,) = plan.sections
+        assert set(texts) <= {*plan_pins(plan)}
+        expected = (4, 1) if "most_samples=4" in pins else (int(pins[0][-1]), 0)
+        assert (section.micro_batch, section.mean_samples) == expected
+        working.append(section.working_bytes)
+    assert working[0] < working[1] == working[2]
+
+
 def test_models_without_texts_have_no_token_budget(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(
@@ -53,6 +67,8 @@ def test_models_without_texts_have_no_token_budget(tmp_path: Path) -> None:
         ("llama", 2, "never", "model.dp=2 model.micro_batch_tokens=60"),
         ("gemma3_text", 2, "always", "model.pp=2 model.micro_batch_tokens=45"),
         ("llama", 2, "always", "model.dp=2 model.micro_batch_tokens=50 model.sharding=zero3"),
+        ("llama", 2, "never", "model.pp=2 model.micro_batch=1 model.most_samples=4"),
+        ("gemma3_text", 2, "always", "model.dp=2 model.micro_batch=1 model.most_samples=4"),
     ],
 )
 def test_plans_with_token_budgets_train_as_plain_pytorch(

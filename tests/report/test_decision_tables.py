@@ -148,6 +148,14 @@ def test_larger_micro_batches_are_named_with_their_steps(plan: Plan) -> None:
     assert name not in dict(plan_summary(plan))
 
 
+def test_sections_with_more_short_samples_are_named_with_their_steps(plan: Plan) -> None:
+    solver = {**plan.solver, "sample_limits": {"language_model": {"1": 0.5, "4": 0.25}}}
+    name = "more short samples in a micro-batch"
+    text = dict(plan_summary(replace(plan, solver=solver)))[name]
+    assert text == "language_model: 0.5 s with up to 1 sample, 0.25 s with up to 4 samples"
+    assert name not in dict(plan_summary(plan))
+
+
 def test_report_lists_reasons(plan: Plan) -> None:
     found = {t.title: t for t in plan_tables(plan)}
     choices = found["Alternatives"].rows

@@ -26,8 +26,8 @@ DEFAULT_SOLVER_STATUS = {"status": "FEASIBLE", "gap": "1.0", "tried": "1", "leas
 SIMULATED_STEP = "simulated_s"
 DROPPED_WAYS = "dropped"  # by section and way, its step over that of the plan on the first batch
 # Tables within tables of seconds and ratios.
-COMPARED_STEPS = ("dynamic_cp", "micro_batches", "interleaved", DROPPED_WAYS)
-NUMBER_KEYS = ("dp", "tp", "pp", "chunks", "cp", "ep", "micro_batch")
+COMPARED_STEPS = ("dynamic_cp", "micro_batches", "interleaved", "sample_limits", DROPPED_WAYS)
+NUMBER_KEYS = ("dp", "tp", "pp", "chunks", "cp", "ep", "micro_batch", "most_samples")
 WORD_KEYS = ("sharding", "recompute", "backward", "cp_per", "cp_degrees", "offload", "placement", "norms")
 UNWRITTEN_DEGREES = ("cp", "ep", "chunks")  # 1 where a section has no such attribute
 UNWRITTEN_WORDS = {"norms": "whole"}  # where a section has no such attribute
@@ -96,7 +96,7 @@ def parse_simulated_step(texts: Sequence[str]) -> float:
 
 def _choice_text(section: SectionOp, key: str) -> str:
     """An attribute of a section as text, "" if it is missing, or follows from a pinned token budget."""
-    if key == "micro_batch" and "micro_batch_tokens" in section.attributes:
+    if key in ("micro_batch", "most_samples") and "micro_batch_tokens" in section.attributes:
         return ""
     word = section.attributes.get(key)
     absent = 1 if key in UNWRITTEN_DEGREES and "dp" in section.attributes else ""

@@ -25,6 +25,7 @@ from secc.alloc.problem.candidates import (
     micro_batches_held,
     price_fitting_candidates,
     time_without_update_ns,
+    with_sample_limit,
 )
 from secc.alloc.problem.dealt_prices import DealtPrices
 from secc.alloc.problem.pins import Pins
@@ -398,7 +399,12 @@ def _candidates_of_parts(
                         break
                     if not fitting and rank.shape.offload == "none":
                         failed.append(held)
-                by_count[dp] += (replace(c, **limits) for c in found) if limits else found
+                if "micro_batch_tokens" in limits:
+                    found = [replace(c, **limits) for c in found]
+                elif limits:
+                    own = [(c, work.rank_load(load, c.shape)) for c in found]
+                    found = [with_sample_limit(work, rank, c, **limits) for c, rank in own]
+                by_count[dp] += found
         if not times.any_within:
             break  # with fewer replicas, each computes for longer
     for dp in counts:
@@ -464,12 +470,22 @@ def _micro_batch_limits(
     work: Workload, load: SectionLoad, pins: Pins, samples: int
 ) -> tuple[list[int], dict[str, int]]:
     """Returns the mean samples of a micro-batch to consider for `samples` samples on a replica, and the
-    limits on tokens and samples if the section has a token budget."""
+    limits on tokens and samples if the section has a token budget, or the `most` short samples if that is
+    pinned."""
     if work.whole_batch_kind(load):
         return [samples], {}
     tokens = pins.pinned_number(load.name, "micro_batch_tokens")
     if tokens is None:
-        return pins.micro_batch_choices(load.name, samples), {}
+        most = pins.pinned_number(load.name, "most_samples")
+        sizes = pins.micro_batch_choices(load.name, samples)
+        if most is None:
+            return sizes, {}
+        if min(sizes) > most:
+            raise UserError(
+                f"{load.name}.most_samples={most} is impossible with {load.name}.micro_batch={min(sizes)}",
+                remedy=f"set {load.name}.most_samples to at least {min(sizes)}, or leave it out",
+            )
+        return [n for n in sizes if n <= most], {"most": most}
     counted = token_count(work.graph)
     if not counted:
         message = f"{load.name}.micro_batch_tokens={tokens} is impossible: samples have no texts to count"

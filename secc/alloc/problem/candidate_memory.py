@@ -18,17 +18,29 @@ from secc.runtime.plan.expr_eval import evaluate_expr, evaluate_expr_columns
 
 
 def memory_on_rank(
-    work: Workload, load: SectionLoad, dp: int, size: int, sharding: str, recompute: str, micro_batches: int
+    work: Workload,
+    load: SectionLoad,
+    dp: int,
+    size: int,
+    sharding: str,
+    recompute: str,
+    micro_batches: int,
+    most: int = 0,
 ) -> RankMemory:
-    """Bytes on a rank by purpose. A micro-batch keeps what backward needs and the tensors that enter and
-    leave the section; the largest pattern counts."""
+    """Bytes on a rank by purpose. A micro-batch of `size` samples keeps what backward needs and the tensors
+    that enter and leave the section; the largest pattern counts. What passes need for a time is that of a
+    micro-batch of `most` samples, if these are more."""
+    activation, working = _activation_bytes(work, load, size, recompute)
+    if most > size:
+        working = max(working, _activation_bytes(work, load, most, recompute)[1])
     memory = rank_memory(
         load.cost,
-        *_activation_bytes(work, load, size, recompute),
+        activation,
+        working,
         dp * load.shape.cp,
         sharding,
         micro_batches,
-        _largest_sample_bytes(work, load, size, recompute),
+        _largest_sample_bytes(work, load, max(size, most), recompute),
         load.shape.offload,
     )
     if load.shape.backward_parts > 1:
@@ -68,7 +80,8 @@ def host_bytes(work: Workload, load: SectionLoad, rank: RankMemory) -> int:
 
 def candidate_memory(work: Workload, load: SectionLoad, c: Candidate) -> RankMemory:
     """Bytes on one rank under candidate `c`. `load` must be that of a rank (see `Workload.rank_load`)."""
-    return memory_on_rank(work, load, c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches)
+    most = 0 if c.micro_batch_tokens else c.sample_limit
+    return memory_on_rank(work, load, c.dp, c.micro_batch, c.sharding, c.recompute, c.micro_batches, most)
 
 
 def passing_bytes(work: Workload, load: SectionLoad, c: Candidate) -> int:

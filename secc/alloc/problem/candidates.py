@@ -36,6 +36,23 @@ def price_candidate(
     return _make_candidate(work, load, dp, size, sharding, recompute, busy, rank, alternating_bytes)
 
 
+def with_sample_limit(work: Workload, load: SectionLoad, c: Candidate, most: int) -> Candidate:
+    """The candidate with micro-batches of up to `most` samples where these are short: what passes need for a
+    time counts for so many mean samples. `load` is that of a rank."""
+    limited = replace(c, sample_limit=most)
+    before, after = (candidate_memory(work, load, one) for one in (c, limited))
+    alternating = in_flight_alternating(work, load, c.micro_batches)
+
+    def added_bytes(in_flight: int) -> int:
+        return max(0, after.total_bytes(in_flight) - before.total_bytes(in_flight))
+
+    return replace(
+        limited,
+        memory=c.memory + added_bytes(alternating),
+        memory_ahead=c.memory_ahead + added_bytes(c.in_flight or alternating),
+    )
+
+
 def fixed_memory_fits(load: SectionLoad, dp: int, sharding: str, offload: str, capacity: int) -> bool:
     """Whether parameters, gradients and optimizer states alone fit into `capacity` bytes of a rank."""
     copies = dp * load.shape.cp

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from secc.errors import UserError
 from secc.runtime.plan.schema import OVERLAPS, PLACEMENTS
 
-PIN_NUMBERS = ("dp", "micro_batch", "tp", "pp", "chunks", "cp", "ep", "micro_batch_tokens")
+PIN_NUMBERS = ("dp", "micro_batch", "tp", "pp", "chunks", "cp", "ep", "micro_batch_tokens", "most_samples")
 # Values of each key, in the order of preference among equals.
 PIN_WORDS = {
     "sharding": ("none", "zero1", "zero2", "zero3"),

@@ -67,6 +67,7 @@ class Candidate:
       ep: number of parts that experts form, on the ranks that hold copies of the section.
       micro_batch_tokens: the most tokens of a micro-batch of several samples, 0 for any number; `micro_batch`
           are then the mean samples that they hold, and `sample_limit` is the most samples.
+      sample_limit: the most samples of a micro-batch, where these are short; 0 for `micro_batch`.
       cp_per: "section" divides every sample over the ranks of cp; "micro_batch" decides for each micro-batch
           whether its ranks divide each sample or subgroups of them compute samples side by side. `time_ns`
           is then that of samples in the cheapest subgroup that has memory for them.

@@ -406,6 +406,7 @@ def test_a_plan_is_rebuilt_from_its_choices() -> None:
         "micro_batches/lm/1=0.5",
         "micro_batches/lm/2=0.25",
         "interleaved/lm/loop=1e-05",
+        "sample_limits/lm/4=0.125",
         "dropped/lm/v=1.25",
     )
     assert other != texts
@@ -419,6 +420,7 @@ def test_a_plan_is_rebuilt_from_its_choices() -> None:
     assert isinstance(record, StringAttr)
     solver = json.loads(record.data)
     assert solver["micro_batches"] == {"lm": {"1": 0.5, "2": 0.25}}
+    assert solver["sample_limits"] == {"lm": {"4": 0.125}}
     assert solver["interleaved"] == {"lm": {"loop": 1e-05}} and solver["dropped"] == {"lm": {"v": 1.25}}
     assert solver["dynamic_cp"]["sections"] == {"lm": {"section": 0.5, "any": 0.25}}
     assert (
