@@ -29,7 +29,13 @@ def memory_on_rank(
 ) -> RankMemory:
     """Bytes on a rank by purpose. A micro-batch of `size` samples keeps what backward needs and the tensors
     that enter and leave the section; the largest pattern counts. What passes need for a time is that of a
-    micro-batch of `most` samples, if these are more."""
+    micro-batch of `most` samples, if these are more.
+
+    micro_batches: expected in a step. A single one saves memory, since gradients take the place of its
+    activations; that counts only where there are no more samples than replicas.
+    """
+    if micro_batches == 1 and not work.whole_batch_kind(load) and work.active_sample_count(load) > dp:
+        micro_batches = 2
     activation, working = _activation_bytes(work, load, size, recompute)
     if most > size:
         working = max(working, _activation_bytes(work, load, most, recompute)[1])

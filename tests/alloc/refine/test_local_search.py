@@ -160,6 +160,19 @@ def test_micro_batches_in_flight_must_fit() -> None:
     )
 
 
+def test_a_second_micro_batch_is_expected_where_samples_outnumber_replicas() -> None:
+    """Batches differ: with one micro-batch, gradients would take the place of its activations."""
+    work = vlm_problem()[2].work
+    load = work.loads["vision"]
+    samples = work.active_sample_count(load)
+
+    def memory(dp: int, micro_batches: int):
+        return memory_on_rank(work, load, dp, 8, "none", "none", micro_batches)
+
+    assert memory(samples - 1, 1) == memory(samples - 1, 2)
+    assert memory(samples, 1).total_bytes(1) < memory(samples, 2).total_bytes(1)
+
+
 def test_memory_holds_the_largest_listed_sample() -> None:
     """It has four images, the mean one has one."""
     mean, largest = (
