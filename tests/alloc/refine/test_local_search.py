@@ -166,11 +166,10 @@ def test_a_second_micro_batch_is_expected_where_samples_outnumber_replicas() -> 
     load = work.loads["vision"]
     samples = work.active_sample_count(load)
 
-    def memory(dp: int, micro_batches: int):
-        return memory_on_rank(work, load, dp, 8, "none", "none", micro_batches)
-
-    assert memory(samples - 1, 1) == memory(samples - 1, 2)
-    assert memory(samples, 1).total_bytes(1) < memory(samples, 2).total_bytes(1)
+    for replicas, expected in ((samples - 1, 2), (samples, 1)):
+        memory = memory_on_rank(work, load, replicas, 8, "zero2", "none", 1)
+        assert memory.micro_batches == expected
+        assert memory == memory_on_rank(work, load, replicas, 8, "zero2", "none", expected)
 
 
 def test_memory_holds_the_largest_listed_sample() -> None:
