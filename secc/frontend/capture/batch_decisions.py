@@ -92,15 +92,15 @@ class BatchDecisions:
         count = min(self._plan.global_batch, MAX_BATCH_SAMPLES)
         if not cases or len(few) >= count or self._plan.checks.get("accepted"):
             return
-        recorder = self._make_recorder()
-        recorder.follows_draws = self._captured.recorder.follows_draws
         many = list(itertools.islice(itertools.cycle(few), count))
         try:
+            recorder = self._make_recorder()
+            recorder.follows_draws = self._captured.recorder.follows_draws
             small, large = (
                 ObservedRecording(fold_joins(recorder.record(self._user.collate(s))), {}) for s in (few, many)
             )
         except (UserError, ValueError):
-            return  # forward refuses these samples together
+            return  # forward refuses these samples together, or left what cannot be copied on the model
         (path, conditions), (other, others) = (path_signature(o.recording) for o in (small, large))
         if path != other and conditions == others:
             place = find_first_difference([[small], [large]])
