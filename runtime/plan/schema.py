@@ -184,9 +184,10 @@ class Section:
     `cost.saved` and `cost.kept_between` (0: unknown); `working_bytes` are set aside for what a pass needs for
     a time. With `weight_permille`, the backward is split: B computes the gradients of the inputs and W those
     of the parameters (zero-bubble pipelines), and W takes this many thousandths of the backward.
-    A micro-batch has at most `micro_batch` samples, of which a rank's memory was counted for `mean_samples`
-    mean ones (0: for all); with `micro_batch_tokens` (0: any number), one of several
-    samples has at most so many tokens, which `token_count` counts with their padding.
+    A micro-batch has at most `micro_batch` samples. The memory of a rank is planned for micro-batches of
+    `mean_samples` samples of mean size (0: of `micro_batch`). With `micro_batch_tokens` (0: any number), a
+    micro-batch of several samples has at most this number of tokens, padding included; `token_count` is the
+    expression that counts them.
 
     `units` are the blocks with layers that all-gather their parameters one by one, in calling order: in every
     pass under `zero3`, in the first forward after an update under `zero1` and `zero2`.

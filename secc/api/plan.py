@@ -339,11 +339,11 @@ def check(
     tables = [t for t in plan_tables(plan) if t.title in {"Sections", "Loss", "Checks", "Notes"}]
     exception = ", except for the accepted approximations" if plan.checks.get("accepted") else ""
     verdict = f"loss and every gradient are those of plain PyTorch{exception}"
-    facts = [("exact", verdict)]
-    if compiled.user.is_small and small is None:
-        facts.insert(0, ("checked", "small_model(), since model() is too large to be built here"))
+    facts = (("exact", verdict),)
     checked = "small_model()" if compiled.user.is_small else "model()"
-    return ExactnessCheck(tuple(facts), tuple(tables), plan, checked)
+    if compiled.user.is_small and small is None:
+        facts = (("checked", f"{checked}, since model() is too large to be built here"), *facts)
+    return ExactnessCheck(facts, tuple(tables), plan, checked)
 
 
 def choice_texts(choices: Choices) -> tuple[str, ...]:

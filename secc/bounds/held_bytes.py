@@ -88,7 +88,7 @@ def pipeline_holds(work: BatchWork, stages: Sequence[Section], own_sizes: bool) 
         return None
     # Of a split backward only the first part delays the stages before.
     behind = [
-        (f, b.scaled(1000 - s.weight_permille)) for s, f, b in zip(stages, forward, backward, strict=True)
+        (f, b.scale_time(1000 - s.weight_permille)) for s, f, b in zip(stages, forward, backward, strict=True)
     ]
     count = len(stages) // stages[0].chunks
     places = [(0, 0)] * count

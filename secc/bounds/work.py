@@ -80,8 +80,8 @@ class PassParts:
     added: Mapping[int, int]
     once: int
 
-    def scaled(self, permille: int) -> PassParts:
-        """The parts of so many thousandths of the time."""
+    def scale_time(self, permille: int) -> PassParts:
+        """Returns the parts with `permille` thousandths of their times."""
         if permille == 1000:
             return self
         return PassParts(

@@ -109,22 +109,26 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
             raise UserError("the model is too large to be shown exact here", str(compiled.user.path), remedy)
         return _leave_uncompared(compiled, "which is too large to be built here")
     limit_threads(compiled.model)
-    survey, compared = compiled.survey, compiled
+    compared = compiled
     while True:
         try:
             checked = _compare_with_eager(compared, compiled.model)
-            break
         except NotEnoughMemory as error:
-            survey = compared.survey.with_lighter_samples()
-            if survey is not compared.survey:
-                compared = dataclasses.replace(compiled, survey=survey)
-                continue
-            if required:
+            lighter = compared.survey.with_lighter_samples()
+            if lighter is not compared.survey:
+                compared = dataclasses.replace(compiled, survey=lighter)
+            elif required:
                 raise
-            without_model = dataclasses.replace(compiled, model=None)
-            return _leave_uncompared(without_model, f"which takes too much memory here: {error.message}")
-    if compared is compiled:
-        return checked
+            else:
+                without_model = dataclasses.replace(compiled, model=None)
+                return _leave_uncompared(without_model, f"which takes too much memory here: {error.message}")
+        else:
+            return checked if compared is compiled else _note_light_samples(checked, compiled)
+
+
+def _note_light_samples(checked: CompiledPlan, compiled: CompiledPlan) -> CompiledPlan:
+    """Returns a plan that was compared on light samples only with a note that says so, and the survey of
+    `compiled`."""
     note = "compared on light samples of the dataset: heavier ones take more memory than this machine has"
     notes: dict[str, object] = {"notes": [*checked.plan.checks.get("notes", []), note]}
     return dataclasses.replace(_add_checks(checked, notes), survey=compiled.survey)

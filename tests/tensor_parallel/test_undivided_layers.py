@@ -86,5 +86,5 @@ def test_parameters_that_stay_whole_take_from_the_room_for_activations(tmp_path:
     for split in (section.shards, section.shards[:3], ()):
         changed = replace(plan, sections=(replace(section, shards=split, room_bytes=room),))
         whole = sum(n for name, n in entries.items() if name not in {shard.name for shard in split})
-        # Weights, gradients and two states of 4 bytes, of which allocation has counted half.
+        # A parameter takes 16 bytes: weight, gradient, two states. With tp 2, allocation counts half.
         assert subtract_whole_parameters(changed).sections[0].room_bytes == room - whole * 16 // 2

@@ -16,14 +16,14 @@ from typing import Any
 
 
 class _Annotations(ModuleType):
-    """Stands for a module of which names are read in annotations only."""
+    """Takes the place of pandas while annotations of the solver read its names: each is `Any`."""
 
     def __getattr__(self, name: str) -> Any:
         return Any
 
 
 class _DeferredModule(ModuleType):
-    """Stands for a module that is imported when something of it is used."""
+    """Takes the place of pandas after that: imports it when one of its names is used."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(self.__name__), name)

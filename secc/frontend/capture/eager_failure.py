@@ -31,7 +31,7 @@ def find_eager_failure(
     takes too much memory."""
     batch = user.collate(samples)
     try:
-        _run_forward(model, batch)
+        _run_with_or_without_gradients(model, batch)
     except NotEnoughMemory:
         return None
     except (Exception, SystemExit) as error:  # whatever the user's code raises
@@ -67,7 +67,7 @@ def find_eager_failure(
     return None
 
 
-def _run_forward(model: nn.Module, batch: Mapping[str, Any]) -> None:
+def _run_with_or_without_gradients(model: nn.Module, batch: Mapping[str, Any]) -> None:
     """Runs forward without gradients, or with them where forward takes some itself."""
     try:
         with torch.no_grad():

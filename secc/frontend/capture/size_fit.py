@@ -227,8 +227,8 @@ class SizeFitter:
         return self._double_width(names[0]) if names and self._count_sizes(expr) <= few else None
 
     def _double_width(self, name: str) -> tuple[str, int] | None:
-        """Returns a width symbol and twice its largest observed size; None if that was tried twice, since
-        explanations that hold so far are not tried for ever."""
+        """Returns a width symbol and twice its largest observed size. None if the width was doubled
+        _DOUBLINGS times already: an explanation that holds until then is accepted."""
         widths = sorted({row[name] for row in self.size_rows})
         tried = len(widths) > _DOUBLINGS and all(
             wide >= 2 * narrow for narrow, wide in itertools.pairwise(widths[-1 - _DOUBLINGS :])

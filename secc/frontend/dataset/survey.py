@@ -98,11 +98,11 @@ class DatasetSurvey:
     def with_lighter_samples(self) -> DatasetSurvey:
         """Returns the survey with half of the kept samples of each pattern, those with few tokens and small
         pictures, but with two at least; the survey itself if it has no more."""
-        kept = {id(s) for p in self.pattern_counts for s in _lighter_half(self.samples_of(p))}
-        drawn = tuple(
-            replace(d, sample=d.sample if id(d.sample) in kept else None) for d in self.drawn_samples
-        )
-        return self if drawn == self.drawn_samples else replace(self, drawn_samples=drawn)
+        light = {id(s) for p in self.pattern_counts for s in _lighter_half(self.samples_of(p))}
+        if len(light) == sum(d.sample is not None for d in self.drawn_samples):
+            return self
+        drawn = (d if id(d.sample) in light else replace(d, sample=None) for d in self.drawn_samples)
+        return replace(self, drawn_samples=tuple(drawn))
 
     def rare_samples(self, pattern: InputPattern) -> list[Sample]:
         """Returns the samples that were kept for the path that they take and that a micro-batch of this

@@ -12,7 +12,7 @@ from secc.frontend.dataset import padding_policy
 from secc.frontend.dataset.input_symbols import describe_inputs
 from secc.frontend.dataset.padding_policy import PaddingPolicy, WidthsReason, choose_padding_policy
 from secc.frontend.dataset.sampling import survey_dataset
-from secc.runtime.model.user_file import load_model_file
+from secc.runtime.model.user_file import UserModel, load_model_file
 from secc.runtime.training import eager_watch
 
 MODEL = """
@@ -54,6 +54,14 @@ def draw_the_same_weights() -> None:
     torch.manual_seed(0)
 
 
+def choose_widths(path: Path, builds: bool = True) -> tuple[UserModel, PaddingPolicy]:
+    """Loads a model file and chooses its widths. builds: whether its model is small enough to be built."""
+    user = load_model_file(path)
+    survey = survey_dataset(user)
+    model = user.build_model() if builds else None
+    return user, choose_padding_policy(user, survey, describe_inputs(user, survey), model)
+
+
 @pytest.mark.parametrize(
     ("extra", "widths"), [("", "own"), ("+ x.mean()", "global")], ids=["ignored", "in a mean"]
 )
@@ -63,9 +71,7 @@ def test_few_batches_of_long_samples_are_padded(
 ) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL.replace("EXTRA", extra).replace("LEAST", str(least)))
-    user = load_model_file(path)
-    survey = survey_dataset(user)
-    found = choose_padding_policy(user, survey, describe_inputs(user, survey), user.build_model())
+    user, found = choose_widths(path)
     assert found.widths == widths
     shapes: list[tuple[int, int]] = user.module.SHAPES
     assert len(set(shapes)) > 1
@@ -83,9 +89,7 @@ def test_light_samples_are_padded_where_scores_are_large(
     path = tmp_path / "model.py"
     path.write_text(MODEL.replace("EXTRA", extra).replace("LEAST", "20"))
     monkeypatch.setattr(padding_policy, "_MAX_ENTRIES", 30 * 100)  # the scores of 100 tokens
-    user = load_model_file(path)
-    survey = survey_dataset(user)
-    found = choose_padding_policy(user, survey, describe_inputs(user, survey), user.build_model())
+    user, found = choose_widths(path)
     assert found.widths == widths
     shapes: list[tuple[int, int]] = user.module.SHAPES
     assert len(set(shapes)) > 1 and all(width <= 120 + 3 for _, width in shapes)
@@ -102,9 +106,7 @@ def test_padding_that_only_rounds_a_gradient_otherwise_is_not_seen(tmp_path: Pat
         .replace("self.text, ", "self.bias = nn.Parameter(torch.zeros(()))\n        self.text, ")
         .replace("self.head(x).flatten", "(self.head(x) + 1000 * self.bias).flatten")
     )
-    user = load_model_file(path)
-    survey = survey_dataset(user)
-    found = choose_padding_policy(user, survey, describe_inputs(user, survey), user.build_model())
+    _, found = choose_widths(path)
     assert found.widths == "own"
 
 
@@ -112,9 +114,7 @@ def test_padding_that_rounding_to_16_bits_hides_is_seen(tmp_path: Path) -> None:
     hidden = "+ (1 + x.detach().mean() / 1000).bfloat16().float()"
     path = tmp_path / "model.py"
     path.write_text(MODEL.replace("EXTRA", hidden).replace("LEAST", "20"))
-    user = load_model_file(path)
-    survey = survey_dataset(user)
-    found = choose_padding_policy(user, survey, describe_inputs(user, survey), user.build_model())
+    _, found = choose_widths(path)
     assert found == PaddingPolicy("global", WidthsReason.AFFECTED)
 
 
@@ -138,9 +138,7 @@ def small_dataset():
 def test_a_small_model_is_padded_on_small_samples(extra: str, widths: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL.replace("EXTRA", extra).replace("LEAST", "4000") + SMALL)
-    user = load_model_file(path)
-    survey = survey_dataset(user)
-    found = choose_padding_policy(user, survey, describe_inputs(user, survey), model=None)
+    user, found = choose_widths(path, builds=False)
     assert (found.widths == widths, found.reason is WidthsReason.SHOWN_SMALL) == (True, widths == "own")
     assert all(width <= 4 * 16 for _, width in user.module.SHAPES)
 
@@ -155,7 +153,5 @@ def test_batches_that_take_too_much_memory_give_way_to_a_short_sample(
     path.write_text(MODEL.replace("EXTRA", extra).replace("LEAST", "20"))
     monkeypatch.setattr(eager_watch, "_LARGE", 1)
     monkeypatch.setattr(eager_watch, "available_memory", lambda: 4 * (1200 * 30 * 4))  # scores of 1,200 words
-    user = load_model_file(path)
-    survey = survey_dataset(user)
-    found = choose_padding_policy(user, survey, describe_inputs(user, survey), user.build_model())
+    _, found = choose_widths(path)
     assert found.widths == widths and found.reason in (WidthsReason.SHOWN, WidthsReason.AFFECTED)
