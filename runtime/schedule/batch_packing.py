@@ -21,13 +21,13 @@ have more samples than the replica has ranks, only multiples of the number of ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 from secc.runtime.plan.expr_eval import SizeColumns, evaluate_expr_columns
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Section
 from secc.runtime.plan.step_program import replicas_in_lockstep, runs_in_lockstep
-from secc.runtime.schedule.dealt_runs import INFEASIBLE_NS, DealtRuns
+from secc.runtime.schedule.dealt_runs import INFEASIBLE_NS, DealtRuns, find_equal_orders
 from secc.runtime.schedule.load_balance import (
     Ranks,
     assign_in_rounds,
@@ -115,7 +115,7 @@ def pack_and_assign(
     to it. No micro-batch of several samples exceeds the section's tokens, or the memory of one of its
     `stages`.
     """
-    times = [_run_times(costs, stages, section, group) for group in groups]
+    times = _run_times(costs, stages, section, groups)
     best = _BestAssignment(groups, other_work, ranks, load, replicas_in_lockstep(section))
     for limit in _size_limits(max(map(len, times), default=1)):
         best.try_packed(
@@ -229,39 +229,42 @@ def _assign_then_pack(
     owner = dict(
         zip((p for _, p in single), assign_least_loaded((w for w, _ in single), ranks, load), strict=True)
     )
-    packed: list[tuple[tuple[SamplePositions, int], int]] = []
-    for r in range(len(ranks)):
-        for group in groups:
-            replica_samples = [p for p in group if owner[p] == r]
-            packed += [
-                ((samples, r), time)
-                for samples, time in (
-                    pack_replica(costs, stages, section, replica_samples) if replica_samples else ()
-                )
-            ]
-    return packed
+    replica_groups = [
+        (r, own)
+        for r in range(len(ranks))
+        for group in groups
+        if (own := [p for p in group if owner[p] == r])
+    ]
+    packed = pack_replicas(costs, stages, section, [own for _, own in replica_groups])
+    return [
+        ((samples, r), time)
+        for (r, _), runs in zip(replica_groups, packed, strict=True)
+        for samples, time in runs
+    ]
 
 
-def pack_replica(
-    costs: PredictedCosts, stages: Sequence[Section], section: Section, samples: Sequence[int]
-) -> list[tuple[SamplePositions, int]]:
-    """Packs samples sorted by size; returns (samples, ns) pairs.
+def pack_replicas(
+    costs: PredictedCosts, stages: Sequence[Section], section: Section, groups: Sequence[Sequence[int]]
+) -> list[list[tuple[SamplePositions, int]]]:
+    """Packs each of several groups of samples, sorted by size; returns (samples, ns) pairs of each.
 
     Neighbours go together, or large and small samples alternate if large neighbours do not fit into memory.
     """
-    times = _run_times(costs, stages, section, samples)
-    packed = _pack_optimally(samples, times)
-    if any(INFEASIBLE_NS in column for column in times):
-        half = len(samples) // 2
-        alternating = [
-            p
-            for pair in zip_longest(samples[: len(samples) - half], samples[len(samples) - half :][::-1])
-            for p in pair
-            if p is not None
-        ]
-        packed_alternating = _pack_optimally(alternating, _run_times(costs, stages, section, alternating))
-        packed = min(packed, packed_alternating, key=lambda cut: sum(time for _, time in cut))
+    times = _run_times(costs, stages, section, groups)
+    packed = list(map(_pack_optimally, groups, times))
+    kept_apart = [i for i, own in enumerate(times) if any(INFEASIBLE_NS in column for column in own)]
+    alternating = [_alternate(groups[i]) for i in kept_apart]
+    times = _run_times(costs, stages, section, alternating)
+    for i, mixed in zip(kept_apart, map(_pack_optimally, alternating, times), strict=True):
+        packed[i] = min(packed[i], mixed, key=lambda cut: sum(time for _, time in cut))
     return packed
+
+
+def _alternate(samples: Sequence[int]) -> list[int]:
+    """Returns sorted samples as the largest, the smallest, the largest of the others, and so on."""
+    half = len(samples) // 2
+    pairs = zip_longest(samples[: len(samples) - half], samples[len(samples) - half :][::-1])
+    return [p for pair in pairs for p in pair if p is not None]
 
 
 def _size_limits(most: int) -> list[int]:
@@ -274,29 +277,40 @@ def _size_limits(most: int) -> list[int]:
 
 
 def _run_times(
-    costs: PredictedCosts, stages: Sequence[Section], section: Section, group: Sequence[int]
-) -> list[list[int]]:
-    """Returns times[k - 1][i]: forward plus backward ns of the k neighbours from index i on; INFEASIBLE_NS if
-    several samples exceed memory or tokens. The list stops at the longest runs that fit somewhere.
+    costs: PredictedCosts, stages: Sequence[Section], section: Section, groups: Sequence[Sequence[int]]
+) -> list[list[list[int]]]:
+    """Returns for each group times[k - 1][i]: forward plus backward ns of the k neighbours from index i on;
+    INFEASIBLE_NS if several samples exceed memory or tokens. The list of a group stops at the longest runs
+    that fit somewhere.
+
+    All groups are priced as one column: some have few samples, and an expression takes as long for many.
     """
     if section.may_deal:
-        return _dealt_run_times(costs, stages, section, group)
-    single = {name: [column[p] for p in group] for name, column in costs.sample_columns.items()}
-    columns, times_by_length = single, [_sample_times(costs, section, group)]
-    for length in range(2, min(section.micro_batch, len(group)) + 1):
+        return _dealt_run_times(costs, stages, section, groups)
+    joined = [p for group in groups for p in group]
+    starts = list(accumulate(map(len, groups), initial=0))
+    alone = _sample_times(costs, section, joined)
+    times = [[alone[start : start + len(own)]] for start, own in zip(starts, groups, strict=False)]
+    columns = single = {name: [column[p] for p in joined] for name, column in costs.sample_columns.items()}
+    growing = list(range(len(groups)))
+    for length in range(2, section.micro_batch + 1):
+        growing = [i for i in growing if len(groups[i]) >= length]
+        if not growing:
+            break
         columns = costs.join_columns(columns, {name: column[length - 1 :] for name, column in single.items()})
-        count = len(group) - length + 1
+        count = len(joined) - length + 1
         forward, backward = costs.times_of_columns(section, columns, count)
-        times = [
+        ns = [
             INFEASIBLE_NS if large else f + b
             for f, b, large in zip(
                 forward, backward, exceeds_limits(costs, stages, columns, count), strict=True
             )
         ]
-        if min(times) == INFEASIBLE_NS:
-            break
-        times_by_length.append(times)
-    return times_by_length
+        own_ns = {i: ns[starts[i] : starts[i] + len(groups[i]) - length + 1] for i in growing}
+        growing = [i for i in growing if min(own_ns[i]) < INFEASIBLE_NS]
+        for i in growing:
+            times[i].append(own_ns[i])
+    return times
 
 
 def _sample_times(costs: PredictedCosts, section: Section, group: Sequence[int]) -> list[int]:
@@ -306,35 +320,54 @@ def _sample_times(costs: PredictedCosts, section: Section, group: Sequence[int])
 
 
 def _dealt_run_times(
-    costs: PredictedCosts, stages: Sequence[Section], section: Section, group: Sequence[int]
-) -> list[list[int]]:
+    costs: PredictedCosts, stages: Sequence[Section], section: Section, groups: Sequence[Sequence[int]]
+) -> list[list[list[int]]]:
     """Returns `_run_times` of a section that may deal its micro-batches."""
-    most, at_once = min(section.most_samples, len(group)), max(section.mesh.cp, section.micro_batch)
+    found: list[list[list[int]]] = [[] for _ in groups]
+    for together in find_equal_orders(costs, section, groups):
+        times = _price_dealt_runs(costs, stages, section, [groups[i] for i in together])
+        for i, own in zip(together, times, strict=True):
+            found[i] = own
+    return found
+
+
+def _price_dealt_runs(
+    costs: PredictedCosts, stages: Sequence[Section], section: Section, groups: Sequence[Sequence[int]]
+) -> list[list[list[int]]]:
+    """Returns `_dealt_run_times` of groups that have their samples in one order, the longest one first."""
+    most, at_once = min(section.most_samples, len(groups[0])), max(section.mesh.cp, section.micro_batch)
     lengths = [n for n in range(1, most + 1) if n <= at_once or n % section.mesh.cp == 0]
-    times_by_length, dealt_runs = list[list[int]](), DealtRuns(costs, section, group, lengths)
-    longest = 0
+    runs = DealtRuns(costs, section, groups, lengths)
+    times: list[list[list[int]]] = [[] for _ in groups]
+    longest, growing = [0] * len(groups), list(range(len(groups)))
     for length in lengths:
-        times_by_length += [
-            [INFEASIBLE_NS] * (len(group) - n + 1) for n in range(len(times_by_length) + 1, length)
-        ]
-        count = len(group) - length + 1
+        growing = [i for i in growing if len(groups[i]) >= length]
+        if not growing:
+            break
+        count = len(runs.group) - length + 1
         divided = [INFEASIBLE_NS] * count
         if length == 1:
-            divided = _sample_times(costs, section, group)
+            divided = _sample_times(costs, section, runs.group)
         elif length <= section.micro_batch:
-            columns = dealt_runs.run_columns(length)
+            columns = runs.run_columns(length)
             divided = list(map(int.__add__, *costs.times_of_columns(section, columns, count)))
             large = exceeds_limits(costs, stages, columns, count)
             divided = [INFEASIBLE_NS if no else ns for ns, no in zip(divided, large, strict=True)]
-        times = [
-            ns if dealt >= INFEASIBLE_NS else dealt
-            for ns, dealt in zip(divided, dealt_runs.run_times(length), strict=True)
+        ns = [
+            undealt if dealt >= INFEASIBLE_NS else dealt
+            for undealt, dealt in zip(divided, runs.run_times(length), strict=True)
         ]
-        if min(times) == INFEASIBLE_NS and length >= section.mesh.cp:
-            break
-        longest = length if min(times) < INFEASIBLE_NS else longest
-        times_by_length.append(times)
-    return times_by_length[:longest]
+        own_ns, still_growing = runs.of_groups(ns, length), list[int]()
+        for i in growing:
+            fits = min(own_ns[i]) < INFEASIBLE_NS
+            if fits or length < section.mesh.cp:
+                skipped = range(len(times[i]) + 1, length)
+                times[i] += [[INFEASIBLE_NS] * (len(groups[i]) - n + 1) for n in skipped]
+                times[i].append(own_ns[i])
+                longest[i] = length if fits else longest[i]
+                still_growing.append(i)
+        growing = still_growing
+    return [own[:end] for own, end in zip(times, longest, strict=True)]
 
 
 def _pack_optimally(

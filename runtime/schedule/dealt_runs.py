@@ -4,7 +4,8 @@ the ranks of cp, as `PredictedCosts.price_dealt` prices one micro-batch, but man
 Runs of one length are dealt alike where samples are sorted by time, or alternate between the longest and the
 shortest that are left: part k of every run has its samples at the same distances from the run's first one. So
 the prices of all parts with these distances are evaluated once, as columns, and a run takes the largest of
-its parts.
+its parts. The same holds for the runs of several groups, such as the samples of each replica, if these have
+their samples in one order; a column then has them all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -29,19 +31,42 @@ TimeColumns = tuple[list[int], list[int]]  # ns of forward and backward
 
 
 class DealtRuns:
-    """The runs of `group`, positions of samples, as micro-batches of a section that may deal them; of the
-    `lengths`, in ascending order, that will be asked for."""
+    """The runs of each of `groups`, positions of samples, as micro-batches of a section that may deal them;
+    of the `lengths`, in ascending order, that will be asked for.
+
+    Several groups are of one order (`find_equal_orders`), and the first one is the longest. In columns they
+    lie one behind the other (`group`), each from an even place on, since some orders repeat after two places;
+    what stands there for a run across the border of two groups has no meaning.
+    """
 
     def __init__(
-        self, costs: PredictedCosts, section: Section, group: Sequence[int], lengths: Sequence[int]
+        self,
+        costs: PredictedCosts,
+        section: Section,
+        groups: Sequence[Sequence[int]],
+        lengths: Sequence[int],
     ) -> None:
-        self.costs, self.section, self.group, self.lengths = costs, section, group, lengths
+        self.costs, self.section, self.groups, self.lengths = costs, section, groups, lengths
+        self.group, self.starts = list[int](), list[int]()
+        for own in groups:
+            self.group += self.group[-1:] * (len(self.group) % 2)
+            self.starts.append(len(self.group))
+            self.group += own
+        group = self.group
         self.single = {name: [column[p] for p in group] for name, column in costs.sample_columns.items()}
         self._tensors = {name: int_tensor(column) for name, column in self.single.items()}
         self._joined: tuple[int, SizeColumns] = 1, self.single  # the columns of the runs of one length
         self.stages = costs.stages_of(section)
         self.at = [s.name for s in self.stages].index(section.name)
-        self.kinds = [_SubgroupRuns(self, k) for k in range(len(section.subgroups))]
+        orders = _orders(costs, section, groups[0])
+        self.kinds = [_SubgroupRuns(self, k, order.period) for k, order in enumerate(orders)]
+
+    def of_groups(self, column: list[int], length: int) -> list[list[int]]:
+        """Returns for each group the part of a column about runs of `length` samples."""
+        return [
+            column[start : start + max(0, len(own) - length + 1)]
+            for start, own in zip(self.starts, self.groups, strict=True)
+        ]
 
     def run_times(self, length: int) -> list[int]:
         """Returns the ns of each run of `length` samples, INFEASIBLE_NS for one that is not dealt. Lengths
@@ -92,13 +117,11 @@ class DealtRuns:
 class _SubgroupRuns:
     """Runs that are dealt to the subgroups of one size, the `index`-th that each stage lists."""
 
-    def __init__(self, runs: DealtRuns, index: int) -> None:
-        self.runs, self.costs = runs, runs.costs
+    def __init__(self, runs: DealtRuns, index: int, period: int) -> None:
+        self.runs, self.costs, self.period = runs, runs.costs, period
         self.subgroups = [s.subgroups[index] for s in runs.stages]
         self.count = runs.section.mesh.cp // self.subgroups[0].ranks
-        order = self.costs.subgroup_prices(runs.stages[0], self.subgroups[0].ranks).order
-        self.places = [order[p] for p in runs.group]
-        self.period = _period(self.places)
+        self.places = _places(self.costs, runs.stages[0], self.subgroups[0], runs.group)
         self.part_times: dict[tuple[int, ...], list[TimeColumns]] = {}
         # by the length of runs that are dealt in turns, the parts of a run from each of the first places
         self.parts: dict[int, list[list[list[int]]]] = {}
@@ -212,15 +235,50 @@ def _distances(part: Sequence[int]) -> tuple[int, ...]:
     return tuple(d - part[0] for d in part)
 
 
-def _period(places: Sequence[int]) -> int:
-    """Returns after how many places runs have their samples in the same order of time again: 1 where samples
-    are sorted, 2 where the longest and the shortest left alternate, 0 for any other order."""
-    if _is_sorted(places) or _is_sorted(places[::-1]):
-        return 1
+class _Order(NamedTuple):
+    """In what order of time a group has its samples: after `period` places runs have them in the same order
+    again. The period is 1 where samples are sorted, 2 where the longest and the shortest left alternate, 0
+    for any other order. The rest tells orders of one period apart."""
+
+    period: int
+    even_places_first: bool = True
+    even_ascend: bool = True
+    odd_ascend: bool = True
+
+
+def find_equal_orders(
+    costs: PredictedCosts, section: Section, groups: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Returns the indices of groups that `DealtRuns` takes together, the longest group first."""
+    together: dict[object, list[int]] = {}
+    for i, group in enumerate(groups):
+        orders = _orders(costs, section, group)
+        together.setdefault(orders if all(o.period for o in orders) else i, []).append(i)
+    return [sorted(same, key=lambda i: -len(groups[i])) for same in together.values()]
+
+
+def _orders(costs: PredictedCosts, section: Section, group: Sequence[int]) -> tuple[_Order, ...]:
+    """Returns the order of a group by the times of each kind of subgroup."""
+    first = costs.stages_of(section)[0]
+    return tuple(_find_order(_places(costs, first, kind, group)) for kind in first.subgroups)
+
+
+def _places(costs: PredictedCosts, stage: Section, subgroup: SubgroupCost, group: Sequence[int]) -> list[int]:
+    """Returns the place of each sample of a group among all, by the time of a subgroup's ranks."""
+    order = costs.subgroup_prices(stage, subgroup.ranks).order
+    return [order[p] for p in group]
+
+
+def _find_order(places: Sequence[int]) -> _Order:
+    for ascends in (True, False):
+        if _is_sorted(places if ascends else places[::-1]):
+            return _Order(1, even_ascend=ascends)
     even, odd = places[::2], places[1::2]
-    alternates = max(even) < min(odd) or max(odd) < min(even)
-    sorted_apart = (_is_sorted(even) or _is_sorted(even[::-1])) and (_is_sorted(odd) or _is_sorted(odd[::-1]))
-    return 2 if alternates and sorted_apart else 0
+    even_ascend, odd_ascend = _is_sorted(even), _is_sorted(odd)
+    sorted_apart = (even_ascend or _is_sorted(even[::-1])) and (odd_ascend or _is_sorted(odd[::-1]))
+    if not sorted_apart or not (max(even) < min(odd) or max(odd) < min(even)):
+        return _Order(0)
+    return _Order(2, max(even) < min(odd), even_ascend, odd_ascend)
 
 
 def _is_sorted(places: Sequence[int]) -> bool:

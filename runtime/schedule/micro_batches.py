@@ -44,7 +44,7 @@ from secc.runtime.schedule.batch_packing import (
     SamplePositions,
     halve_large_micro_batches,
     pack_and_assign,
-    pack_replica,
+    pack_replicas,
 )
 from secc.runtime.schedule.load_balance import Ranks, assign_in_rounds, assign_least_loaded
 
@@ -647,18 +647,18 @@ class MicroBatchComposer:
         replica may compute different samples of such a micro-batch. No priority rule or order changes them,
         so they are computed once."""
         work, stages = self.sample_work[section.name], self.graph.pipeline_stages[section.name]
-        cut, known = AssignedMicroBatches(), self._packings.dealt
+        known = self._packings.dealt
         own = repr((_without_places(stages), section.stage))
+        replica_groups = list[tuple[int, SamplePositions]]()
         for r, positions in enumerate(by_replica):
             groups: dict[int, list[int]] = defaultdict(list)
             for p in sorted(positions, key=lambda p: (-work[p], p)):
                 groups[self.pattern_ids[p]].append(p)
-            for group in groups.values():
-                key = own, tuple(group)
-                if key not in known:
-                    known[key] = [run for run, _ in pack_replica(self.costs, stages, section, group)]
-                cut += [(r, run) for run in known[key]]
-        return cut
+            replica_groups += [(r, tuple(group)) for group in groups.values()]
+        new = list(dict.fromkeys(group for _, group in replica_groups if (own, group) not in known))
+        for group, packed in zip(new, pack_replicas(self.costs, stages, section, new), strict=True):
+            known[own, group] = [run for run, _ in packed]
+        return [(r, run) for r, group in replica_groups for run in known[own, group]]
 
     def _least_by_tokens(self, section: Section, group: Sequence[int]) -> int:
         """Returns how many micro-batches samples fill if none has more tokens than the section allows."""

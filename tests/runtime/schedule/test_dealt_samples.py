@@ -14,6 +14,7 @@ from secc.runtime.plan.dealt_samples import DealtMicroBatches
 from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.schema import Cost, Plan, SubgroupCost
 from secc.runtime.plan.step_program import SampleMeta
+from secc.runtime.schedule.batch_packing import pack_replicas
 from secc.runtime.schedule.dealt_runs import INFEASIBLE_NS, DealtRuns
 from secc.runtime.schedule.scheduler import schedule_with_makespan
 from secc.runtime.validation.full_check import check_schedule
@@ -188,9 +189,35 @@ def test_runs_cost_what_each_of_them_costs_as_a_micro_batch(
         half = len(group) - len(group) // 2
         long, short = group[:half], group[half:][::-1]
         group = [x for pair in zip(long, [*short, None], strict=False) for x in pair if x is not None]
-    runs = DealtRuns(costs, section, group, range(1, len(group) + 1))
+    runs = DealtRuns(costs, section, [group], range(1, len(group) + 1))
     for length in range(1, len(group) + 1):
         one_by_one = costs.price_dealt(
             section, [tuple(group[i : i + length]) for i in range(len(group) - length + 1)]
         )
         assert runs.run_times(length) == [INFEASIBLE_NS if d is None else d.total_ns for d in one_by_one]
+
+
+@given(
+    groups=st.lists(st.lists(st.integers(1, 200), min_size=1, max_size=12), min_size=1, max_size=6),
+    order=st.sampled_from(["sorted", "alternating", "drawn"]),
+    micro_batch=st.integers(1, 3),
+    most_bytes=st.integers(20, 300),
+    deals=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_groups_are_packed_together_as_each_is_packed_alone(
+    groups: list[list[int]], order: str, micro_batch: int, most_bytes: int, deals: bool
+) -> None:
+    lengths = [n for own in groups for n in own]
+    p = dealing_plan(cp=4, micro_batch=micro_batch, most_bytes=most_bytes, degrees=(1, 2))
+    p = p if deals else static(p)
+    stages = [dataclasses.replace(s, room_bytes=0 if deals else 2 * most_bytes) for s in p.sections]
+    costs, left = PredictedCosts(p, make_samples(lengths)), iter(range(len(lengths)))
+    positions = [[next(left) for _ in own] for own in groups]
+    if order != "drawn":
+        positions = [sorted(own, key=lambda i: (-lengths[i], i)) for own in positions]
+    if order == "alternating":
+        positions = [[own[-(i // 2) - 1 if i % 2 else i // 2] for i in range(len(own))] for own in positions]
+    together = pack_replicas(costs, stages, stages[0], positions)
+    assert together == [pack_replicas(costs, stages, stages[0], [own])[0] for own in positions]
+    assert [sorted(x for run, _ in own for x in run) for own in together] == [sorted(o) for o in positions]
