@@ -114,10 +114,12 @@ def _compile_expr(text: str) -> Callable[[SymbolValues], int]:
     """Compiles expression `text` into a function of the symbol values. Raises ValueError outside the grammar;
     the function raises KeyError for an unknown symbol.
     """
-    code, names = _parse_expr(text)
-    return _eval_code(
-        f"lambda sizes: (lambda {', '.join(names.values())}: {code})({_lookup_code('sizes', names)})"
+    body, names = _parse_expr(text)
+    function = _parse_lambda(
+        f"lambda sizes: (lambda {', '.join(names.values())}: 0)({_lookup_code('sizes', names)})"
     )
+    function.body.body.func.body = body
+    return _eval_tree(function)
 
 
 @cache
@@ -125,12 +127,16 @@ def _compile_column_expr(text: str) -> Callable[[SizeColumns], int | list[int]]:
     """Compiles expression `text` into a function of columns of symbol values, which returns a list, or one
     number if the expression has no symbols.
     """
-    code, names = _parse_expr(text)
+    body, names = _parse_expr(text)
     if not names:
-        return _eval_code(f"lambda columns: {code}")
-    return _eval_code(
-        f"lambda columns: [{code} for {', '.join(names.values())}, in zip({_lookup_code('columns', names)})]"
-    )
+        function = _parse_lambda("lambda columns: 0")
+        function.body.body = body
+    else:
+        function = _parse_lambda(
+            f"lambda columns: [0 for {', '.join(names.values())}, in zip({_lookup_code('columns', names)})]"
+        )
+        function.body.body.elt = body
+    return _eval_tree(function)
 
 
 class _ColumnSteps:
@@ -140,7 +146,7 @@ class _ColumnSteps:
     """
 
     def __init__(self, text: str) -> None:
-        node, names = _parse_tree(text)
+        node, names = _parse_expr(text)
         self.symbols = tuple(names)
         self._numbers: dict[object, int] = {variable: i for i, variable in enumerate(names.values())}
         self.steps: list[_Step] = []
@@ -226,47 +232,54 @@ _COLUMN_OPERATIONS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[int, in
 }
 
 
-def _parse_expr(text: str) -> tuple[str, dict[str, str]]:
-    """Returns expression `text` with its symbols replaced by safe variable names, and {symbol: variable}."""
-    node, names = _parse_tree(text)
-    return ast.unparse(node), names
-
-
-def _parse_tree(text: str) -> tuple[ast.expr, dict[str, str]]:
-    """Returns the tree of `_parse_expr`. Raises ValueError outside the grammar."""
+def _parse_expr(text: str) -> tuple[ast.expr, dict[str, str]]:
+    """Returns the tree of expression `text` with its symbols replaced by safe variable names, and {symbol:
+    variable}. Raises ValueError for text outside the grammar."""
     names: dict[str, str] = {}
     try:
-        return _rename_symbols(ast.parse(text, mode="eval").body, names), names
+        node = ast.parse(text, mode="eval").body
+        _rename_symbols(node, names)
     except (SyntaxError, RecursionError, MemoryError):  # the latter two: nested too deeply
         raise ValueError(f"not a size expression: {text[:_SHOWN_CHARACTERS]!r}") from None
+    return node, names
 
 
-def _rename_symbols(node: ast.expr, names: dict[str, str]) -> ast.expr:
-    """Returns the expression with its symbols replaced by variables, which are added to `names`. Raises
-    ValueError outside the grammar.
+def _rename_symbols(node: ast.expr, names: dict[str, str]) -> None:
+    """Replaces the symbols of an expression by variables, which are added to `names`. Raises ValueError
+    outside the grammar.
     """
     match node:
+        case ast.Name():
+            node.id = names.setdefault(node.id, f"_{len(names)}")
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
-            return node
-        case ast.Name(id=name):
-            return ast.Name(names.setdefault(name, f"_{len(names)}"))
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return ast.UnaryOp(ast.USub(), _rename_symbols(operand, names))
-        case ast.BinOp(op=ast.FloorDiv() | ast.Mod(), right=ast.Constant(value=0)):
             pass
-        case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _BINARY_OPS):
-            return ast.BinOp(_rename_symbols(left, names), op, _rename_symbols(right, names))
-        case ast.Call(func=ast.Name(id=name) as func, args=[_, *_] as args, keywords=[]) if (
-            name in _ALLOWED_CALLS
-        ):
-            return ast.Call(func, [_rename_symbols(a, names) for a in args], [])
-    raise ValueError(f"not a size expression: {ast.unparse(node)}")
+        case ast.BinOp(op=op) if isinstance(op, _BINARY_OPS) and not _divides_by_zero(node):
+            _rename_symbols(node.left, names)
+            _rename_symbols(node.right, names)
+        case ast.Call(func=ast.Name(id=name), args=[_, *_], keywords=[]) if name in _ALLOWED_CALLS:
+            for a in node.args:
+                _rename_symbols(a, names)
+        case ast.UnaryOp(op=ast.USub()):
+            _rename_symbols(node.operand, names)
+        case _:
+            raise ValueError(f"not a size expression: {ast.unparse(node)}")
+
+
+def _divides_by_zero(node: ast.BinOp) -> bool:
+    is_division = isinstance(node.op, (ast.FloorDiv, ast.Mod))
+    return is_division and isinstance(node.right, ast.Constant) and node.right.value == 0
 
 
 def _lookup_code(table: str, names: Mapping[str, str]) -> str:
     return ", ".join(f"{table}[{name!r}]" for name in names)
 
 
-def _eval_code(code: str) -> Callable[[Any], Any]:
-    """Evaluates `code`, the source of a lambda made of a checked expression."""
+def _parse_lambda(code: str) -> Any:
+    """Returns the tree of a lambda that is to get the body of a checked expression."""
+    return ast.parse(code, mode="eval")
+
+
+def _eval_tree(function: Any) -> Callable[[Any], Any]:
+    """Evaluates the tree of a lambda."""
+    code = compile(function, "<expression>", "eval")
     return eval(code, {"__builtins__": {}, "zip": zip, **_ALLOWED_CALLS})
