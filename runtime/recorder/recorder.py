@@ -83,7 +83,7 @@ from secc.runtime.recorder.recording import (
     mark_written,
 )
 from secc.runtime.recorder.setting_tracker import SettingTracker, watch_attributes
-from secc.runtime.recorder.shape_dependencies import ShapeDependencies, is_fixed
+from secc.runtime.recorder.shape_dependencies import FixedNodes, ShapeDependencies
 from secc.runtime.recorder.shortcuts import Shortcuts
 from secc.runtime.recorder.tensor_origins import TensorOrigins
 from secc.runtime.sections import forward_hooks, gradient_hooks
@@ -211,7 +211,7 @@ class Recorder:
         self._grouped = dict[tuple[tuple[int, ...], ...], dict[str, Any]]()  # lists of lists by theirs
         self._draws, self._met, self._called = list[RandomOpCall](), Counter[str](), Counter[str]()
         self._runs = dict[int, tuple[int, FrameType]]()  # numbers of functions' frames, which stay alive
-        self._touched = ShapeDependencies(self._tape)
+        self._touched, self._fixed = ShapeDependencies(self._tape), FixedNodes(self._tape.graph)
         self._running: tuple[str, set[int]] = (
             "",
             set(),
@@ -718,7 +718,7 @@ class Recorder:
         """Return the places, among the tensors of a block's arguments, of those that sizes and weights alone
         decide, such as positions."""
         nodes = [self._tape.find_node(t) for _, t in nested_values.iter_tensors((args, kwargs))]
-        return frozenset(i for i, node in enumerate(nodes) if node is not None and is_fixed(node))
+        return frozenset(i for i, node in enumerate(nodes) if node is not None and self._fixed.is_fixed(node))
 
     def start_capture(self) -> None:
         """Record for a plan from now on."""

@@ -62,17 +62,39 @@ def inputs_behind(nodes: Iterable[fx.Node]) -> frozenset[str]:
     )
 
 
-def is_fixed(node: fx.Node) -> bool:
-    """Whether a node is computed in glue from sizes and weights alone, by ops that draw no random numbers,
-    and nothing that it is computed from was written to."""
-    behind = set[fx.Node]()
-    for n in iter_nodes_behind([node]):  # the nearest ones first: what a block returns ends it at once
-        behind.add(n)
-        if not (
-            n.op == "get_attr"
-            or n.target is operator.getitem
-            or (isinstance(n.target, torch._ops.OpOverload) and not is_random(n.target, n.args, n.kwargs))
-        ):
-            return False
-    writers = filter(writes_argument, node.graph.nodes)
-    return behind.isdisjoint(iter_nodes_behind(n for writer in writers for n in writer.all_input_nodes[:1]))
+class FixedNodes:
+    """Tells which nodes of a graph that is being recorded are computed in glue from sizes and weights alone,
+    by ops that draw no random numbers, and from nothing that was written to.
+
+    Layers are called one after the other, each with the same masks and positions, so each node is looked at
+    once, and what was written to is kept up to date as the graph grows.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._last = graph._root  # the last node that was looked at
+        self._is_plain = dict[fx.Node, bool]()  # whether nodes are computed from sizes and weights alone
+        self._written = set[fx.Node]()  # what was written to, and what that is computed from
+
+    def is_fixed(self, node: fx.Node) -> bool:
+        """Whether a node is one of them."""
+        while self._last.next.op != "root":
+            self._last = self._last.next
+            self._is_plain[self._last] = _is_plain_op(self._last) and all(
+                self._is_plain[n] for n in self._last.all_input_nodes
+            )
+            if writes_argument(self._last):
+                written = self._last.all_input_nodes[:1]
+                self._written |= {*iter_nodes_behind(written, self._written.__contains__)}
+        return self._is_plain[node] and self._written.isdisjoint(iter_nodes_behind([node]))
+
+
+def _is_plain_op(node: fx.Node) -> bool:
+    """Whether a node is a weight, or an op that draws no random numbers."""
+    return (
+        node.op == "get_attr"
+        or node.target is operator.getitem
+        or (
+            isinstance(node.target, torch._ops.OpOverload)
+            and not is_random(node.target, node.args, node.kwargs)
+        )
+    )

@@ -113,7 +113,15 @@ def _fitting_divisors(
     lengths: Sequence[int], counts: Sequence[int], most: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yields (d, least a, greatest a) such that `(length + a)//d == count` at all observations."""
-    for d in range(2, most + 1):
+    # As a is the same at all of them, d times the difference of two counts is that of the lengths, or differs
+    # by less than d: that leaves few d for the two counts that are farthest apart.
+    (least_count, short), (most_count, long) = (
+        choose(zip(counts, lengths, strict=True), key=lambda pair: pair[0]) for choose in (min, max)
+    )
+    rise, run = most_count - least_count, long - short
+    if rise > 1:
+        most = min(most, -(-run // (rise - 1)) - 1)
+    for d in range(max(2, run // (rise + 1) + 1), most + 1):
         low = max(d * c - x for x, c in zip(lengths, counts, strict=True))
         high = min(d * c + d - 1 - x for x, c in zip(lengths, counts, strict=True))
         if low <= high:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -155,3 +155,27 @@ def test_lengths_of_one_window_do_not_hide_what_longer_ones_lack(
     (pad,) = (n for n in case.generic.graph.nodes if "constant_pad" in str(n.target))
     for length in range(9, 40):
         assert evaluate_size(pad.meta["args"][1][1], {"S_sound": length, "B": 2}) == missing(length)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 80), min_size=1, max_size=6),
+    divisor=st.integers(2, 20),
+    offset=st.integers(-9, 9),
+    other=st.lists(st.integers(-3, 9), min_size=6, max_size=6),
+    is_quotient=st.booleans(),
+)
+def test_divisors_are_those_that_fit_all_observations(
+    lengths: list[int], divisor: int, offset: int, other: list[int], is_quotient: bool
+) -> None:
+    counts = [(x + offset) // divisor for x in lengths] if is_quotient else other[: len(lengths)]
+    assume(len(set(counts)) > 1)
+    first, rows = lengths[0], [{"S": x} for x in lengths]
+    fitting = {
+        d
+        for d in range(2, 65)
+        for a in range(d * counts[0] - first, d * counts[0] - first + d)
+        if all((x + a) // d == c for x, c in zip(lengths, counts, strict=True))
+    }
+    found = find_strides(rows, counts, ["S"], {"S"})
+    plain = {s.divisor for s in found if s.multiplier == 1 and not s.factors and s.divisor < 65}
+    assert plain == fitting
