@@ -8,7 +8,6 @@ computes. That pass takes its place, and looks the same at every size.
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -55,20 +54,13 @@ def fold_parts(recording: Recording, loops: Collection[str] = ()) -> Recording:
     _drop_zero_summands(recording, loops)
     if not any(_is_cut(n, loops) for n in recording.graph.nodes):
         return recording
-    nodes = dict[fx.Node, fx.Node]()
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(recording.graph, nodes))  # type: ignore[arg-type]
-    output = recording.graph.output_node()
-    graph.output_node().meta = copy.copy(output.meta)
-    for old, new in nodes.items():
-        new.meta = dict(old.meta)
-    folder = _PartFolder(graph, loops)
+    copied = recording.copy()
+    folder = _PartFolder(copied.graph, loops)
     if not folder.run():
         return recording
-    graph.lint()
-    inputs = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
-    folded = recording.folded_loops | folder.lines
-    return replace(recording, graph=graph, inputs=inputs, folded_loops=folded)
+    copied.graph.lint()
+    inputs = {str(n.target): n for n in copied.graph.nodes if n.op == "placeholder"}
+    return replace(copied, inputs=inputs, folded_loops=recording.folded_loops | folder.lines)
 
 
 def _drop_zero_summands(recording: Recording, loops: Collection[str]) -> None:

@@ -11,7 +11,7 @@ import copy
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
@@ -181,6 +181,18 @@ class Recorder:
         with suppress(UnpredictedShape):
             return self._record_with_rules(batch, rules)
         return self._record_with_rules(batch, NO_SHAPE_RULES)
+
+    @property
+    def configuration(self) -> Hashable:
+        """What decides recordings besides the batch."""
+        return (
+            self.blocks,
+            self.keeps_scalars,
+            tuple(self.kept_tensors),
+            self.shows_placed_rows,
+            self.follows_draws,
+            self._drops_large_values,
+        )
 
     def adopt_recording(self, recording: Recording) -> Recording:
         """Take over what a recording shows that another process made with a copy of this recorder, and

@@ -189,6 +189,22 @@ class Recording:
         nodes = [n for n in self.graph.nodes if is_read_node(n)]
         return [Read(n.meta["read"][0], n.meta["read"][1], n.meta["where"], n) for n in nodes]
 
+    def copy(self) -> Recording:
+        """Return the recording with a graph of its own."""
+        graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+        graph.output(graph.graph_copy(self.graph, nodes))  # type: ignore[arg-type]
+        graph.output_node().meta = dict(self.graph.output_node().meta)
+        for old, new in nodes.items():
+            new.meta = dict(old.meta)
+        return replace(
+            self,
+            graph=graph,
+            inputs={str(n.target): n for n in graph.nodes if n.op == "placeholder"},
+            constants=dict(self.constants),
+            hazards=list(self.hazards),
+            draws=list(self.draws),
+        )
+
     @property
     def loss(self) -> fx.Node:
         """The node of the loss."""

@@ -37,11 +37,11 @@ from secc.frontend.capture.control_flow_paths import (
     CHANGING_GLUE,
     GlueDiagnostic,
     GlueError,
-    LabelledShapes,
     ObservedRecording,
 )
 from secc.frontend.capture.generalize import GenericGraph, generalize_captures
-from secc.frontend.capture.probe_batches import ProbeBatches, record_sample_shapes
+from secc.frontend.capture.known_recordings import KnownRecordings
+from secc.frontend.capture.probe_batches import ProbeBatches
 from secc.frontend.capture.random_op_rows import find_random_ops
 from secc.frontend.capture.rerecorded_cases import OutlinedCaptures, RowSymbols, add_row_symbols
 from secc.frontend.capture.shared_explanations import SharedExplanations
@@ -205,8 +205,9 @@ def _capture_with_blocks(
 ) -> Capture:
     """Captures `model` with the functions that it has as blocks; see `capture_model`."""
     recorder.kept_tensors, recorder.follows_draws = user.metric_tensors, True
+    known = KnownRecordings(user, recorder)
     batches = {
-        p: ProbeBatches(user, survey, inputs, p, recorder, tries.check) for p in survey.micro_batch_patterns()
+        p: ProbeBatches(user, survey, inputs, p, known, tries.check) for p in survey.micro_batch_patterns()
     }
     frontier = select_blocks(
         model,
@@ -222,9 +223,7 @@ def _capture_with_blocks(
         model, frontier, frozenset(survey.pattern_counts), batches, cut, row_symbols
     ).find_cases(recorder)
     _require_metric_tensors(user, cases, frontier.notes)
-    inputs = add_row_symbols(
-        inputs, row_symbols, survey, lambda sample: record_sample_shapes(recorder, user, sample)
-    )
+    inputs = add_row_symbols(inputs, row_symbols, survey, known.shapes_of_sample)
     hazards = list(dict.fromkeys(h for o in recordings for h in o.recording.hazards))
     frontier.notes += [CaptureNote("", _IDLE_AUTOCAST_NOTE, h.where) for h in hazards if h.kind == "autocast"]
     draws = find_random_ops(recordings, inputs)
@@ -426,11 +425,10 @@ class _CaseFinder:
         loop_choices = [False] if self._would_join_components(error.module) else []
         if all(loops_in(roll_loss_loops(o.recording)) for o in before):
             loop_choices.append(True)
-        shapes: dict[int, LabelledShapes] = {}
         # Recordings of layers take long, and most that fail do so with the fewest.
-        if self.opened_components and loop_choices == [False] and not self._fewest_fit(pattern, shapes):
+        if self.opened_components and loop_choices == [False] and not self._fewest_fit(pattern):
             return None
-        recordings = self.batches[pattern].record_with_sample_shapes(shapes) if loop_choices else []
+        recordings = self.batches[pattern].record_with_sample_shapes() if loop_choices else []
         for loops in loop_choices:  # what is outlined without loops stays as it is, for the other outline
             if _loss_reads_vary(recordings, loops):
                 continue
@@ -447,13 +445,13 @@ class _CaseFinder:
                 self.why_not_rerecorded = f"{cause} ({why_not.where})"
         return None
 
-    def _fewest_fit(self, pattern: InputPattern, shapes: dict[int, LabelledShapes]) -> bool:
+    def _fewest_fit(self, pattern: InputPattern) -> bool:
         """Whether one case fits the fewest recordings of a pattern that show what sizes do. What explains no
         more than these explains no others."""
         batches, rows = self.batches[pattern], copy.deepcopy(self.rows)
         known, batches.explanations = batches.explanations, SharedExplanations()
         try:
-            OutlinedCaptures(batches.record_with_sample_shapes(shapes, fewest=True)).build_case(rows, batches)
+            OutlinedCaptures(batches.record_with_sample_shapes(fewest=True)).build_case(rows, batches)
             return True
         except GlueError:
             return False

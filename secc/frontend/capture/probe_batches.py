@@ -6,10 +6,10 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import combinations, count, cycle, groupby, islice, permutations, product
+from dataclasses import replace
+from itertools import combinations, cycle, groupby, islice, permutations, product
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from secc.errors import UserError
 from secc.frontend.capture.control_flow_paths import (
     LONG_WIDTH,
     MIN_CAPTURES,
-    LabelledShapes,
     ObservedRecording,
     path_signature,
 )
+from secc.frontend.capture.known_recordings import KnownRecordings, ProbeBatch
 from secc.frontend.capture.shared_explanations import SharedExplanations
 from secc.frontend.capture.width_orders import WidthPair, find_deciding_pairs, read_orders
 from secc.frontend.dataset.input_symbols import IGNORED_LABEL, ModelInputs
@@ -37,10 +37,8 @@ from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import pad_batch, read_symbol_sizes
 from secc.runtime.plan.expr_eval import expression_symbols
 from secc.runtime.plan.schema import Symbol
-from secc.runtime.recorder import Recorder
 from secc.runtime.recorder.fold_joins import fold_joins
 from secc.runtime.recorder.fold_parts import fold_parts
-from secc.runtime.recorder.outline import Outline
 from secc.runtime.recorder.serialization import dump_recording, load_recording
 
 _ROTATIONS = 3  # choices of samples to try, for micro-batches with sizes that vary independently
@@ -65,15 +63,6 @@ _READS_OF_A_LINE = 7  # further ones are of a loop, and count as one
 _EXTRA_WIDTHS = (2, 5, 3, 7, 4)  # by how much one width is padded beyond another
 
 
-@dataclass(frozen=True)
-class ProbeBatch:
-    """A collated micro-batch, its symbol values and its samples."""
-
-    batch: Mapping[str, Any]
-    sizes: Mapping[str, int]
-    samples: Sequence[Sample]
-
-
 class ProbeBatches:
     """The micro-batches of a pattern and their recordings; it is the `BatchProbe` of the pattern."""
 
@@ -83,20 +72,14 @@ class ProbeBatches:
         survey: DatasetSurvey,
         inputs: ModelInputs,
         pattern: InputPattern,
-        recorder: Recorder,
+        known: KnownRecordings,
         check_time: Callable[[], None] = lambda: None,
     ) -> None:
         def collate(samples: list[Any]) -> ProbeBatch:
             batch = user.collate(samples)
             return ProbeBatch(batch, read_symbol_sizes(batch, inputs.symbols, len(samples)), samples)
 
-        self._user, self._inputs, self._recorder, self._survey, self._pattern = (
-            user,
-            inputs,
-            recorder,
-            survey,
-            pattern,
-        )
+        self._inputs, self._known, self._survey, self._pattern = inputs, known, survey, pattern
         self._collate, self._check_time = collate, check_time
         self.explanations = SharedExplanations()
         self._deciding_pairs: list[WidthPair] = []  # of widths that Python compares
@@ -264,30 +247,19 @@ class ProbeBatches:
         if len(left) < 2:
             return first + [self._record_batch(b) for b in left]
         with process_map.run_in_background(lambda: list(self._record_serialized(left[1::2]))) as serialized:
-            own_by_index = dict(zip(count(0, 2), list(self._record_until_error(left[::2])), strict=False))
-            copied = [
-                ObservedRecording(
-                    self._recorder.adopt_recording(load_recording(data)),
-                    b.sizes,
-                    samples=tuple(b.samples),
-                )
-                for data, b in zip(serialized(), left[1::2], strict=False)
-            ]
-        own_by_index |= dict(zip(count(1, 2), copied, strict=False))
-        return first + [own_by_index.get(i) or self._record_batch(b) for i, b in enumerate(left)]
-
-    def _record_until_error(self, batches: Sequence[ProbeBatch]) -> Iterator[ObservedRecording]:
-        """Yields recordings up to the first one that fails: which error is reported must not depend on the
-        others."""
-        with suppress(Exception):
-            for b in batches:
-                yield self._record_batch(b)
+            # Which error is reported must not depend on the order: it is met again below.
+            with suppress(Exception):
+                for b in left[::2]:
+                    self._known.learn(b)
+            for data, b in zip(serialized(), left[1::2], strict=False):
+                self._known.adopt(b, load_recording(data))
+        return first + [self._record_batch(b) for b in left]
 
     def _record_serialized(self, batches: Sequence[ProbeBatch]) -> Iterator[bytes]:
-        """Yields the same recordings as bytes."""
+        """Yields recordings as bytes, up to the first one that fails."""
         with suppress(Exception):
-            for observed in self._record_until_error(batches):
-                yield dump_recording(observed.recording)
+            for b in batches:
+                yield dump_recording(self._known.record(b))
 
     def _samples_with_new_conditions(
         self, recordings: Sequence[ObservedRecording]
@@ -338,27 +310,23 @@ class ProbeBatches:
             self._record_batch(batch) if batch.batch.keys() == self.ragged_batches[0].batch.keys() else None
         )
 
-    def record_with_sample_shapes(
-        self, known_shapes: dict[int, LabelledShapes], fewest: bool = False
-    ) -> list[ObservedRecording]:
+    def record_with_sample_shapes(self, fewest: bool = False) -> list[ObservedRecording]:
         """Records all micro-batches, or the fewest that show what sizes do, with the labelled shapes of their
-        samples recorded alone, which `known_shapes` keeps by the sample's id."""
-
-        def shapes_of(sample: Sample) -> LabelledShapes:
-            if id(sample) not in known_shapes:
-                known_shapes[id(sample)] = record_sample_shapes(self._recorder, self._user, sample)
-            return known_shapes[id(sample)]
-
+        samples recorded alone."""
         if fewest:
-            seen = [(b, self._record_batch(b)) for b in self.ragged_batches[:MIN_CAPTURES]]
+            seen = [self._record_batch(b) for b in self.ragged_batches[:MIN_CAPTURES]]
         else:
-            seen = [(b, self._record_batch(b)) for b in (*self.ragged_batches, *self.even_batches)]
-            seen += self._record_crossed_widths()
-        return [replace(o, sample_shapes=tuple(map(shapes_of, b.samples))) for b, o in seen]
+            seen = [self._record_batch(b) for b in (*self.ragged_batches, *self.even_batches)]
+            seen += [o for _, o in self._record_crossed_widths()]
+        return list(map(self._add_sample_shapes, seen))
+
+    def _add_sample_shapes(self, observed: ObservedRecording) -> ObservedRecording:
+        """Returns a recording with the labelled shapes of its samples recorded alone."""
+        return replace(observed, sample_shapes=tuple(map(self._known.shapes_of_sample, observed.samples)))
 
     def _record_batch(self, b: ProbeBatch) -> ObservedRecording:
         self._check_time()
-        recording = fold_joins(self._recorder.record(b.batch), self._folded_loops)
+        recording = fold_joins(self._known.record(b), self._folded_loops)
         self._folded_loops |= recording.folded_loops
         observed = ObservedRecording(recording, b.sizes, samples=tuple(b.samples))
         return read_orders(observed, self._deciding_pairs)
@@ -376,14 +344,7 @@ class ProbeBatches:
     def _record_padded(self, b: ProbeBatch, name: str, size: int) -> ObservedRecording | None:
         wider = self._pad_batch(b, name, size)
         found = None if wider is None else self._record_if_accepted(wider)
-        return (
-            None
-            if found is None
-            else replace(
-                found,
-                sample_shapes=tuple(record_sample_shapes(self._recorder, self._user, s) for s in b.samples),
-            )
-        )
+        return None if found is None else self._add_sample_shapes(found)
 
     def _record_crossed_widths(self) -> list[tuple[ProbeBatch, ObservedRecording]]:
         """Records ragged micro-batches with one width padded beyond another where the ragged ones never have
@@ -450,11 +411,7 @@ class ProbeBatches:
     def record_held_out(self) -> Iterator[ObservedRecording]:
         """Yields recordings of ragged micro-batches that were not captured, with other samples."""
         for samples in self._survey.compose_batches(self._pattern, rotation=self._rotation + 1):
-            found = self._record_batch(self._collate(samples))
-            yield replace(
-                found,
-                sample_shapes=tuple(record_sample_shapes(self._recorder, self._user, s) for s in samples),
-            )
+            yield self._add_sample_shapes(self._record_batch(self._collate(samples)))
 
     def record_with_repeats(self, recordings: Sequence[ObservedRecording]) -> Iterator[ObservedRecording]:
         """Yields recordings of the smallest of these micro-batches with one of its samples twice or three
@@ -485,12 +442,16 @@ class ProbeBatches:
         }
         is_refused = False
         for key, value in replacements.items():
-            found = self._record_if_accepted(replace(first, batch={**first.batch, key: value}))
+            found = self._record_if_accepted(
+                replace(first, batch={**first.batch, key: value}, changed=(key,))
+            )
             is_refused |= found is None
             if found is not None:
                 yield found
         if is_refused:
-            found = self._record_if_accepted(replace(first, batch={**first.batch, **replacements}))
+            found = self._record_if_accepted(
+                replace(first, batch={**first.batch, **replacements}, changed=tuple(replacements))
+            )
             if found is not None:
                 yield found
 
@@ -517,11 +478,6 @@ def _read_conditions(observed: ObservedRecording) -> set[tuple[tuple[str, int], 
             found.add(((read.where, min(times[read.where], _READS_OF_A_LINE)), read.value))
             times[read.where] += 1
     return found
-
-
-def record_sample_shapes(recorder: Recorder, user: UserModel, sample: Sample) -> LabelledShapes:
-    """Returns the labelled shapes of a sample recorded alone."""
-    return Outline.of_recording(fold_joins(recorder.record(user.collate([sample])))).known_shapes()
 
 
 def _pick_most_independent(turns: Iterable[tuple[int, list[ProbeBatch]]]) -> tuple[int, list[ProbeBatch]]:

@@ -56,18 +56,14 @@ def read_orders(observed: ObservedRecording, pairs: Iterable[WidthPair]) -> Obse
     present = [p for p in pairs if all(s.key in recording.inputs for s in p)]
     if not present:
         return observed
-    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(recording.graph, nodes))  # type: ignore[arg-type]
-    graph.output_node().meta = dict(recording.graph.output_node().meta)
-    for old, new in nodes.items():
-        new.meta = dict(old.meta)
-    inputs = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
+    copied = recording.copy()
+    graph, inputs = copied.graph, copied.inputs
     first = next(n for n in graph.nodes if n.op != "placeholder")
     for pair in present:
         for a, b in (pair, pair[::-1]):
             with graph.inserting_before(first):
                 _add_read(graph, inputs, a, b)
-    return replace(observed, recording=replace(recording, graph=graph, inputs=inputs))
+    return replace(observed, recording=copied)
 
 
 def _add_read(graph: fx.Graph, inputs: dict[str, fx.Node], a: Symbol, b: Symbol) -> None:
