@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from secc.ir.text_io.module_text import print_module
 from secc.runtime.model.user_file import UserModel, load_model_file
 from secc.runtime.plan.schema import RandomOp
 from secc.runtime.recorder import Recorder, Recording
+from secc.runtime.recorder.match_outline import constant_digest
 from tests.frontend.generic_replay import assert_equals_eager, build_real_model, capture_user_model
 
 
@@ -375,3 +378,19 @@ def test_rows_that_a_mask_picks_are_counted_on_a_path_without_padding_too(tmp_pa
     path.write_text(TWO_MASKS.replace("        own, target", branch))
     compiled = compile_model(path, CompileOptions(cluster="local:2", global_batch=4))
     assert [p["exact"] for p in check_exactness(compiled).plan.checks["patterns"]] == [True]
+
+
+def test_each_micro_batch_is_recorded_once_for_a_choice_of_blocks(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, record = list[tuple[object, ...]](), Recorder.record
+
+    def observed(recorder: Recorder, batch: Mapping[str, Any], *rest: Any) -> Recording:
+        if len(batch["input_ids"]) > 1:  # samples alone are recorded for their shapes, too
+            values = tuple((key, constant_digest(t)) for key, t in sorted(batch.items()))
+            recorded.append((recorder.configuration, values, rest))
+        return record(recorder, batch, *rest)
+
+    monkeypatch.setattr(Recorder, "record", observed)
+    capture_user_model(load_model_file(models / "idefics3_rows.py"))
+    assert recorded and len(recorded) == len(set(recorded))
