@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any, Protocol
 
@@ -254,27 +255,34 @@ def _merge_with_probes(
             found = _keep_path(recordings, probe.record_other_widths(doubt[0], least))
             has_other_samples = True
         recordings += found
+    merger = _CaptureMerger(recordings, probe, names)
+    if probe is None:
+        return merger.merge()
+    more = list[ObservedRecording]()
     # A quotient fits few values easily by chance, so it is tested on samples that no fit has seen.
-    if probe is not None and _CaptureMerger(recordings, probe, names).uses_floor_division():
+    if merger.uses_floor_division():
         ways = [path_signature(o.recording) for o in recordings]
-        recordings += [o for o in probe.record_held_out() if path_signature(o.recording) in ways]
+        more += [o for o in probe.record_held_out() if path_signature(o.recording) in ways]
     # A few samples of each kind are often as many in each small batch.
-    if probe is not None and _CaptureMerger(recordings, probe, names).picks_as_many_rows():
-        recordings += _keep_path(recordings, probe.record_with_repeats(recordings))
+    if _CaptureMerger([*recordings, *more], probe, names).picks_as_many_rows():
+        more += _keep_path(recordings, probe.record_with_repeats([*recordings, *more]))
     # Masks that forward draws may pick equally many rows in a few micro-batches.
-    if probe is not None and _CaptureMerger(recordings, probe, names).picks_drawn_rows():
-        recordings += _keep_path(recordings, probe.record_with_repeats(recordings))
-        recordings += _keep_path(recordings, probe.record_held_out())
+    if merger.picks_drawn_rows():
+        more += _keep_path(recordings, probe.record_with_repeats([*recordings, *more]))
+        more += _keep_path(recordings, probe.record_held_out())
+    if more:
+        recordings += more
+        merger = _CaptureMerger(recordings, probe, names)
     # A count that values decide may be 0, where an op may behave differently. The recording without rows is
     # merged too if that is possible, so that explanations hold there as well.
-    if probe is not None and _CaptureMerger(recordings, probe, names).takes_data_symbols():
+    if merger.takes_data_symbols():
         for empty in probe.record_without_rows():
             if graph_signature(empty.recording.graph) == graph_signature(recordings[0].recording.graph):
                 try:
                     return _CaptureMerger([*recordings, empty], probe, names).merge()
                 except UnexplainedNumber:
                     continue  # without rows forward does something else
-    return _CaptureMerger(recordings, probe, names).merge()
+    return merger.merge()
 
 
 def _keep_path(
@@ -375,20 +383,20 @@ class _CaptureMerger:
 
     def record_counted_rows(self) -> None:
         """Keeps the places of rows that values of the inputs decide. Changes nothing else."""
-        self._explain_nodes()
+        _ = self._explained
         for source in self._data_numbers.sources.values():
             if source.dim is not None and _has_dynamic_shape(source.node):
                 self._explanations.record_counted_rows(source.node)
 
     def find_doubts(self) -> list[tuple[str, int]]:
         """Returns symbols, each with a size of it at which an explanation might fail. Changes nothing."""
-        self._explain_nodes()
+        _ = self._explained
         return self._fitter.doubts
 
     def uses_floor_division(self) -> bool:
         """Whether a floor division explains some number; a few values may match one by chance. Changes
         nothing."""
-        self._explain_nodes()
+        _ = self._explained
         return self._fitter.used_division
 
     def picks_as_many_rows(self) -> bool:
@@ -408,7 +416,7 @@ class _CaptureMerger:
     def takes_data_symbols(self) -> bool:
         """Whether an op takes a number that values of the inputs decide, which might differ without rows.
         Changes nothing."""
-        explained = self._explain_nodes()[0]
+        explained, _ = self._explained
         return any(
             self._data_numbers.accepts_tensor(n, meta.get("args", (None,)))
             and self._have_data_symbol(meta["args"][1:2])
@@ -420,7 +428,7 @@ class _CaptureMerger:
 
     def merge(self) -> GenericGraph:
         """Returns the merged graph. The first capture is used up."""
-        explained, dropped = self._explain_nodes()
+        explained, dropped = self._explained
         for node, meta in explained.items():
             if "target" in meta:
                 node.op, node.target, node.meta["made"] = "call_function", meta.pop("target"), True
@@ -433,7 +441,8 @@ class _CaptureMerger:
         self._first_recording.graph.eliminate_dead_code(is_needed)
         return self._build_generic_graph()
 
-    def _explain_nodes(self) -> tuple[dict[fx.Node, dict[str, Any]], list[fx.Node]]:
+    @cached_property
+    def _explained(self) -> tuple[dict[fx.Node, dict[str, Any]], list[fx.Node]]:
         """Returns the explained meta of each node, and the reads that need no guard."""
         explained: dict[fx.Node, dict[str, Any]] = {}
         dropped: list[fx.Node] = []
