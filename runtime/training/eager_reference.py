@@ -6,6 +6,7 @@ Every claim of exactness is a comparison with this, under the tolerances that ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,32 +80,40 @@ Gradients = dict[str, torch.Tensor | None]
 class LossAndGradients:
     """The loss and the gradient of each trainable parameter, None where the loss does not reach it. A tied
     parameter is listed once. changes: what forward added to buffers, where that was looked at. narrow: the
-    16-bit floats that plain PyTorch's forward computed in."""
+    16-bit floats that plain PyTorch's forward computed in. needs_watch: whether `EagerWatch` may see something
+    when the same samples run with more padding."""
 
     loss: float
     gradients: Gradients
     changes: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     narrow: frozenset[torch.dtype] = frozenset()
+    needs_watch: bool = True
 
 
 def run_eager(
-    model: nn.Module, batch: Mapping[str, Any], draws: MicroBatchDraws | None = None
+    model: nn.Module, batch: Mapping[str, Any], draws: MicroBatchDraws | None = None, watches: bool = True
 ) -> LossAndGradients:
     """Runs one forward and backward of the model on `batch`. Gradients of the model are cleared before and
     after.
 
     draws: the random numbers of the batch's samples, for a model that draws any. Raises IndexError for
-    targets that torch does not check, and NotEnoughMemory.
+    targets that torch does not check, and NotEnoughMemory; without `watches` only where torch gets no memory.
     """
     model.zero_grad(set_to_none=True)
+    watch = EagerWatch()
     with memory_errors():
-        with EagerWatch() as watch, forward_context(draws):
+        with watch if watches else nullcontext(), forward_context(draws):
             loss = extract_loss(model(**unflatten_batch(batch)))
         if loss.requires_grad:  # not if what trains is what only other samples reach
             with backward_context(draws):
                 loss.backward()
     loss_value = float(loss.detach().double())
-    result = LossAndGradients(loss_value, copy_gradients(model), narrow=frozenset(watch.found))
+    result = LossAndGradients(
+        loss_value,
+        copy_gradients(model),
+        narrow=frozenset(watch.found),
+        needs_watch=not (watches and watch.would_see_nothing),
+    )
     model.zero_grad(set_to_none=True)
     return result
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from secc.runtime.errors import NotEnoughMemory
 from secc.runtime.host.memory import available_memory
 from secc.runtime.model.nested_batch import unflatten_batch
-from secc.runtime.training.widened_floats import DtypeWatch
+from secc.runtime.training.widened_floats import SIXTEEN_BITS
 
 _aten = torch.ops.aten
 _CTC_OPS = (_aten._ctc_loss.default, _aten._ctc_loss.Tensor)
@@ -28,25 +29,52 @@ _CTC_OPS = (_aten._ctc_loss.default, _aten._ctc_loss.Tensor)
 # small ones, such as scores for every word.
 _PRODUCTS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
 _LARGE = 64 << 20  # bytes of a tensor
+_MOST_GROWTH = 64  # of a tensor with two dims that padding widens
 _COPIES = 3  # tensors of the same size that later ops make of one: a softmax of scores, and gradients
 _GIB = 1 << 30
 
 
-class EagerWatch(DtypeWatch):
+class EagerWatch(TorchDispatchMode):
     """Raises IndexError for a CTC loss with targets outside of its classes, or fewer than its lengths say,
-    and NotEnoughMemory. Notes 16-bit floats, too: a further mode would cost every op as much again."""
+    and NotEnoughMemory.
+
+    found: the 16-bit floats that ops gave results in; a further mode would cost every op as much again.
+    largest: bytes of the largest tensor that an op made. has_indices: whether there was a CTC loss.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found, self.largest, self.has_indices = set[torch.dtype](), 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CTC_OPS:
+            self.has_indices = True
             scores, targets, _, lengths = args[:4]
             _check_targets(targets, torch.as_tensor(lengths), scores.shape[-1])
         elif (place := _PRODUCTS.get(func)) is not None:
             x, y = args[place : place + 2]
             _check_memory(x, prod(x.shape[:-1]) * y.shape[-1] * x.element_size(), 1 + _COPIES)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if isinstance(result, torch.Tensor) and result.layout is torch.strided:  # others have no storage
-            _check_memory(result, result.untyped_storage().nbytes(), _COPIES)
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._note_result(result)
+            if result.layout is torch.strided and result.nbytes >= _LARGE:  # others have no storage
+                _check_memory(result, result.untyped_storage().nbytes(), _COPIES)
+        elif isinstance(result, (tuple, list)):
+            for value in result:
+                if isinstance(value, torch.Tensor):
+                    self._note_result(value)
         return result
+
+    def _note_result(self, tensor: torch.Tensor) -> None:
+        if tensor.dtype in SIXTEEN_BITS:
+            self.found.add(tensor.dtype)
+        if tensor.layout is torch.strided:
+            self.largest = max(self.largest, tensor.nbytes)
+
+    @property
+    def would_see_nothing(self) -> bool:
+        """Whether the same samples, padded to up to eight times their width, need no watch."""
+        return not self.found and not self.has_indices and self.largest < _LARGE // _MOST_GROWTH
 
 
 def run_forward(model: nn.Module, batch: Mapping[str, Any]) -> Any:

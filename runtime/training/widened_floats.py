@@ -140,18 +140,3 @@ def _multiply_groups(
     for e, g in enumerate(groups):
         found[:, g] = a[e] @ b[:, g]
     return found
-
-
-class DtypeWatch(TorchDispatchMode):
-    """Notes the 16-bit floats that ops give results in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = set[torch.dtype]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(value, torch.Tensor) and value.dtype in SIXTEEN_BITS:
-                self.found.add(value.dtype)
-        return result

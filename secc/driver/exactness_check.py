@@ -454,7 +454,6 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         compiled.user,
         compiled.survey,
         list(rank.sections.values()),
-        compiled.captured_model.meta,
         compiled.captured_model.capture,
     )
     for cause, where, samples in decisions.find_differing_batches(pattern):

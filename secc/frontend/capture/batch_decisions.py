@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from torch import nn
-
 from secc.errors import UserError
 from secc.frontend.capture.capture import Capture
 from secc.frontend.capture.control_flow_paths import ObservedRecording, find_first_difference, path_signature
@@ -55,11 +53,10 @@ class BatchDecisions:
         user: UserModel,
         survey: DatasetSurvey,
         sections: Sequence[SectionModule],
-        meta: nn.Module,
         captured: Capture,
     ) -> None:
-        self._plan, self._user, self._survey, self._sections, self._meta = plan, user, survey, sections, meta
-        self._captured = captured
+        self._plan, self._user, self._survey, self._sections = plan, user, survey, sections
+        self._captured, self._follows_draws = captured, captured.recorder.follows_draws
         self._optional = {i.key for i in plan.inputs if i.optional}
 
     def find_differing_batches(
@@ -94,8 +91,7 @@ class BatchDecisions:
             return
         many = list(itertools.islice(itertools.cycle(few), count))
         try:
-            recorder = self._make_recorder()
-            recorder.follows_draws = self._captured.recorder.follows_draws
+            recorder = self._prepare_recorder(self._follows_draws)
             small, large = (
                 ObservedRecording(fold_joins(recorder.record(self._user.collate(s))), {}) for s in (few, many)
             )
@@ -106,9 +102,13 @@ class BatchDecisions:
             place = find_first_difference([[small], [large]])
             yield DecisionCause.SIZE, place.where if place is not None else "", many
 
-    def _make_recorder(self) -> Recorder:
-        blocks = (b for s in self._plan.sections for b in s.blocks)
-        return Recorder(self._meta, {*self._plan.fused, *blocks})
+    def _prepare_recorder(self, follows_draws: bool) -> Recorder:
+        """Returns the recorder of the capture, which knows what blocks return, with the plan's blocks."""
+        recorder = self._captured.recorder
+        recorder.follows_draws = follows_draws
+        recorder.use_blocks({*self._plan.fused, *(b for s in self._plan.sections for b in s.blocks)})
+        recorder.keeps_scalars = recorder.shows_placed_rows = False
+        return recorder
 
     def _mix_patterns(self, pattern: InputPattern, samples: SampleList) -> SampleList:
         """Returns as many samples, every second one of a smaller pattern where there are any: one batch, as
@@ -186,7 +186,7 @@ class BatchDecisions:
 
     def _find_in_recordings(self, samples: SampleList) -> Iterator[tuple[DecisionCause, str, SampleList]]:
         """Yields the same for re-recorded glue: conditions, and numbers that are sums over the samples."""
-        recorder = self._make_recorder()
+        recorder = self._prepare_recorder(follows_draws=False)
         together, *alone = (self._record_reads(recorder, some) for some in (samples, *([s] for s in samples)))
         for where, value in together.items():
             parts = [reads[where] for reads in alone if where in reads]

@@ -42,8 +42,8 @@ from secc.runtime.recorder.fold_parts import fold_parts
 from secc.runtime.recorder.serialization import dump_recording, load_recording
 
 _ROTATIONS = 3  # choices of samples to try, for micro-batches with sizes that vary independently
-# Recordings that take longer are worth a fork, which costs a quarter of a second of processor time; and both
-# processes learn what blocks return.
+# Recordings that take longer, in processor time, are worth a fork, which costs a quarter of a second of it; and
+# both processes learn what blocks return.
 SLOW_RECORDING_SECONDS = 0.5
 _REPEATED_BATCHES = 3  # micro-batches that are recorded with each of their samples repeated
 _REPEATED_SAMPLE = (2, 1)  # how often a sample stands in batches of it alone
@@ -240,8 +240,8 @@ class ProbeBatches:
     def _record_in_parallel(self, batches: Sequence[ProbeBatch]) -> list[ObservedRecording]:
         """Records micro-batches. If that takes long, a forked copy of this process records every second of
         the remaining ones, as far as they can be recorded and pickled."""
-        start, first = time.perf_counter(), list[ObservedRecording]()
-        while len(first) < len(batches) and time.perf_counter() - start < SLOW_RECORDING_SECONDS:
+        start, first = time.process_time(), list[ObservedRecording]()
+        while len(first) < len(batches) and time.process_time() - start < SLOW_RECORDING_SECONDS:
             first.append(self._record_batch(batches[len(first)]))
         left = batches[len(first) :]
         if len(left) < 2:

@@ -348,7 +348,8 @@ def _is_padding_unseen(
         own_result = _run_widened(model, batch, own_draws)
         for padded, to in zip(wider, widths, strict=True):
             draws = partial(randomness.draws_for, user, samples, to)
-            if not compare_results(_run_widened(model, padded, draws), own_result).is_exact:
+            wide_result = _run_widened(model, padded, draws, own_result.needs_watch)
+            if not compare_results(wide_result, own_result).is_exact:
                 # A sum with cancellation may round differently beyond the tolerance; not in float64.
                 wide, own = (
                     _run_in(torch.float64, model, *run) for run in ((padded, draws), (batch, own_draws))
@@ -363,13 +364,17 @@ def _is_padding_unseen(
 
 
 def _run_widened(
-    model: nn.Module, batch: Mapping[str, Any], make_draws: Callable[[], MicroBatchDraws | None]
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    make_draws: Callable[[], MicroBatchDraws | None],
+    watches: bool = True,
 ) -> LossAndGradients:
     """Runs plain PyTorch with float32 in place of 16 bits: rounding would hide padding that reaches the loss
-    a little. A model that computes nothing in 16 bits runs as it is, which takes a third of the time."""
+    a little. A model that computes nothing in 16 bits runs as it is, which takes a third of the time.
+    watches: as `run_eager` has it."""
     if not computes_in_sixteen_bits(model):
         try:
-            result = run_eager(model, batch, make_draws())
+            result = run_eager(model, batch, make_draws(), watches)
             if not result.narrow:
                 return result
         except NotEnoughMemory:

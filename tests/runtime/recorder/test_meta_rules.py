@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from secc.runtime.recorder import meta_rules
 
 aten = torch.ops.aten
-MODE = FakeTensorMode()
+MODE = FakeTensorMode(allow_non_fake_inputs=True)  # as the recorder has it
 
 
 def fake(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -58,6 +58,28 @@ def calls(n: int) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         (aten.split.Tensor, (x, 2, 1), {}),
         (aten.unbind.int, (x, 1), {}),
         (aten.embedding.default, (fake(9, 4), whole), {}),
+        (aten.embedding.default, (fake(9, 4), torch.ones(n, 3, dtype=torch.int64)), {}),
+        (aten.mul.Tensor, (x, torch.ones(3, 8)), {}),
+        (aten.add.Tensor, (torch.ones(n, 3, 8, dtype=torch.float64), half), {}),
+        (aten.add.Tensor, (x, torch.tensor(2.0, dtype=torch.float64)), {}),
+        (aten.mul.Tensor, (turned, torch.ones(1, 3, 8)), {}),
+        (aten.div.Tensor, (torch.ones(8, 3, n).permute(2, 1, 0), half), {}),
+        (aten.nll_loss_forward.default, (fake(n, 7), torch.zeros(n, dtype=torch.int64), None, 1, -100), {}),
+        (aten.nll_loss_forward.default, (fake(n, 7), fake(n, dtype=torch.int64), None, 2, -100), {}),
+        (aten.nll_loss_forward.default, (fake(n, 7), fake(n, dtype=torch.int64), None, 0, -100), {}),
+        (aten.nll_loss_forward.default, (fake(n, 7), fake(n, dtype=torch.int64), fake(7), 1, -100), {}),
+        (aten.nll_loss_forward.default, (fake(7), fake(dtype=torch.int64), None, 1, -100), {}),
+        (aten.native_layer_norm.default, (x, [8], fake(8), fake(8), 1e-5), {}),
+        (aten.native_layer_norm.default, (x, [3, 8], None, None, 1e-5), {}),
+        (aten.native_layer_norm.default, (turned, [8], None, None, 1e-5), {}),
+        (aten.native_layer_norm.default, (half, [8], None, None, 1e-5), {}),
+        (aten.mean.dim, (x, [-1], True), {}),
+        (aten.mean.dim, (x, [0, 2]), {}),
+        (aten.mean.dim, (turned, [1]), {}),
+        (aten._softmax.default, (x, -1, False), {}),
+        (aten._log_softmax.default, (x, 1, False), {}),
+        (aten._log_softmax.default, (turned, 2, False), {}),
+        (aten._log_softmax.default, (half, 2, False), {}),
     ]
 
 
