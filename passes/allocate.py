@@ -53,7 +53,7 @@ from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
 from secc.alloc.refine.sample_limits import raise_sample_limits
 from secc.alloc.refine.schedule_evaluation import KnownEvaluations, PlanEvaluator
 from secc.alloc.refine.start_plans import MAX_START_RATIO
-from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory
+from secc.alloc.solver.allocation_solver import solve_allocation, solve_least_memory
 from secc.cluster import GIB, Cluster, parse_cluster
 from secc.cost.model.memory import layer_bytes
 from secc.cost.model.step_overheads import cluster_with_overheads

@@ -35,7 +35,7 @@ from secc.alloc.problem.workload import Workload, build_workload
 from secc.alloc.refine import prefetch_memory
 from secc.alloc.refine.local_search import refine_by_simulation
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
-from secc.alloc.solver.cpsat_model import solve_allocation
+from secc.alloc.solver.allocation_solver import solve_allocation
 from secc.cluster import parse_cluster
 from secc.cost.model.step_overheads import cluster_with_overheads
 from secc.driver import what_if

@@ -12,7 +12,7 @@ from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.types import Candidate, Problem, Solution
 from secc.alloc.problem.workload import Workload, build_workload
-from secc.alloc.solver.cpsat_model import solve_allocation, solve_least_memory, solve_least_time
+from secc.alloc.solver.allocation_solver import solve_allocation, solve_least_memory, solve_least_time
 from secc.cluster import GIB, Cluster
 from secc.cluster.presets import DEVICE_PRESETS
 from secc.errors import UserError

@@ -52,7 +52,7 @@ from secc.alloc.refine.schedule_evaluation import (
     mean_evaluation,
 )
 from secc.alloc.refine.start_plans import plans_of_kinds, sections_with_experts, start_plans
-from secc.alloc.solver.cpsat_model import solve_allocation
+from secc.alloc.solver.allocation_solver import solve_allocation
 
 MAX_EVALUATED_PLANS = 60
 # Tasks (forwards and backwards, tens of microseconds each) that all evaluations of a search may schedule:

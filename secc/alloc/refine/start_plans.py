@@ -25,7 +25,7 @@ from secc.alloc.problem.build_problem import PARALLEL_PRICING_RANKS
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.types import Assignment, Problem, exclude_candidates
 from secc.alloc.solver import subproblem
-from secc.alloc.solver.cpsat_model import solve_allocation
+from secc.alloc.solver.allocation_solver import solve_allocation
 from secc.process_map import run_in_background
 
 MAX_START_RATIO = 2  # times the best plan's step by closed forms: what takes longer by them is no start

@@ -57,6 +57,7 @@ from typing import Any
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.types import AllocEdge, Assignment, Candidate, Problem, Solution
 from secc.alloc.solver import subproblem as parts
+from secc.alloc.solver.coarse_problem import coarsen_problem, mebibytes, time_unit
 from secc.alloc.solver.deferred_pandas import deferred_pandas
 from secc.alloc.solver.greedy_start import greedy_assignment
 
@@ -64,8 +65,6 @@ with deferred_pandas("ortools.sat.python.cp_model"):
     from ortools.sat.python import cp_model
 
 DETERMINISTIC_LIMIT = 20.0  # CP-SAT's unit, about a second on a fast machine
-# Times above this are solved in coarser units, so that sums stay far from CP-SAT's 64 bits.
-TIME_RESOLUTION = 10**8
 SOLVER_SEED = 7
 # From this number of candidates of all sections on, the search starts from a greedy assignment.
 WARM_START_CANDIDATES = 1000
@@ -89,9 +88,9 @@ def solve_allocation(
 
     Raises RuntimeError if no assignment was found or refuted within the limit.
     """
-    coarse = _coarsen_problem(problem)
+    coarse = coarsen_problem(problem)
     longest = _time_horizon(coarse) if coarse.deadline is None else coarse.deadline
-    most = longest if most is None else min(longest, -(-most // _time_unit(problem)))
+    most = longest if most is None else min(longest, -(-most // time_unit(problem)))
     if (
         start is None
         and coarse.deadline is None
@@ -150,7 +149,7 @@ def solve_least_memory(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> 
     cannot be met."""
     total = _total_memory(problem)
     pools = tuple(replace(pool, capacity=total) for pool in problem.pools)
-    asked = _coarsen_problem(replace(problem, capacity=total, pools=pools))
+    asked = coarsen_problem(replace(problem, capacity=total, pools=pools))
     model = AllocationModel(asked, _time_horizon(asked) if asked.deadline is None else asked.deadline)
     model.cp.minimize(model.capacity_mib)
     solver, status = _run_solver(model, limit)
@@ -160,7 +159,7 @@ def solve_least_memory(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> 
 def solve_least_time(problem: Problem, limit: float = DETERMINISTIC_LIMIT) -> int | None:
     """Returns the shortest step time in ns on any number of the ranks; None if nothing fits."""
     free = replace(problem, deadline=_time_horizon(problem))
-    coarse = _coarsen_problem(free)
+    coarse = coarsen_problem(free)
     model = AllocationModel(coarse, _time_horizon(coarse))
     model.cp.minimize(model.step_time)
     solver, status = _run_solver(model, limit)
@@ -190,44 +189,6 @@ def _run_solver(model: AllocationModel, limit: float) -> tuple[cp_model.CpSolver
             f"{solver.status_name(status)}"
         )
     return solver, status
-
-
-def _time_unit(problem: Problem) -> int:
-    """Ns in a unit of the coarsened problem."""
-    return max(1, -(-max(c.time_ns for cs in problem.sections.values() for c in cs) // TIME_RESOLUTION))
-
-
-def _coarsen_problem(problem: Problem) -> Problem:
-    """Problem in time units in which the largest work is at most `TIME_RESOLUTION`; times are rounded up,
-    and bytes to whole MiB."""
-    unit = _time_unit(problem)
-
-    def round_up(ns: int) -> int:
-        return -(-ns // unit)
-
-    def round_up_fields(e: AllocEdge, *names: str) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(map(round_up, getattr(e, name))) for name in names}
-
-    def coarsen_candidate(c: Candidate) -> Candidate:
-        return c.with_fields(
-            time_ns=round_up(c.time_ns),
-            idle_ns=round_up(c.time_ns) - round_up(c.busy_ns),
-            memory=_mebibytes(c.memory) << 20,
-            memory_ahead=_mebibytes(c.memory_ahead) << 20,
-        )
-
-    sections = {s: tuple(map(coarsen_candidate, cs)) for s, cs in problem.sections.items()}
-    edges = tuple(
-        replace(
-            e,
-            sent_bytes=_round_up_to_mebibytes(e.sent_bytes),
-            returned_bytes=_round_up_to_mebibytes(e.returned_bytes),
-            **round_up_fields(e, "latency_ns", "slack_ns", "independent_ns", "message_ns", "round_trip_ns"),
-        )
-        for e in problem.edges
-    )
-    deadline = None if problem.deadline is None else problem.deadline // unit
-    return replace(problem, sections=sections, edges=edges, deadline=deadline)
 
 
 class AllocationModel:
@@ -389,7 +350,7 @@ class AllocationModel:
         for g in self.names if offloading else ():
             parts: list[Any] = []
             for s in (s for s in offloading if (s, g) in self.y):
-                sizes = [_mebibytes(c.host_memory) for c in self.problem.sections[s]]
+                sizes = [mebibytes(c.host_memory) for c in self.problem.sections[s]]
                 part = self.cp.new_int_var(0, max(sizes), f"h[{s},{g}]")
                 self.cp.add(part >= self._chosen_value(s, sizes)).only_enforce_if(self.y[s, g])
                 parts.append(part)
@@ -421,9 +382,9 @@ class AllocationModel:
         """(MiB of a section on a rank, largest possible value): its own, more with consumers on other
         ranks, and messages."""
         candidates = self.problem.sections[section]
-        most = max(_mebibytes(max(c.memory, c.memory_ahead)) for c in candidates)
+        most = max(mebibytes(max(c.memory, c.memory_ahead)) for c in candidates)
         own = self.cp.new_int_var(0, most, f"m[{section}]")
-        self.cp.add(own >= self._chosen_value(section, [_mebibytes(c.memory) for c in candidates]))
+        self.cp.add(own >= self._chosen_value(section, [mebibytes(c.memory) for c in candidates]))
         total = own
         for e in self.problem.edges:
             if section not in (e.src, e.dst):
@@ -431,12 +392,12 @@ class AllocationModel:
             # Messages take memory only between ranks, at the producer and at the consumer. A producer also
             # runs ahead of a consumer elsewhere and holds more micro-batches (`memory_ahead`).
             apart = self.a[e.src, e.dst]
-            held = [_mebibytes(b) for b in (e.sent_bytes if section == e.src else e.returned_bytes)]
+            held = [mebibytes(b) for b in (e.sent_bytes if section == e.src else e.returned_bytes)]
             messages = self.cp.new_int_var(0, max(held), f"messages[{section},{e.src},{e.dst}]")
             self.cp.add(messages >= self._chosen_value(section, held)).only_enforce_if(apart)
             if section == e.src:
                 self.cp.add(
-                    own >= self._chosen_value(section, [_mebibytes(c.memory_ahead) for c in candidates])
+                    own >= self._chosen_value(section, [mebibytes(c.memory_ahead) for c in candidates])
                 ).only_enforce_if(apart)
             total, most = total + messages, most + max(held)
         return total, most
@@ -538,11 +499,3 @@ def _total_memory(problem: Problem) -> int:
     held = sum(max(e.sent_bytes) + max(e.returned_bytes) for e in problem.edges)
     own = sum(max(max(c.memory, c.memory_ahead) for c in cs) for cs in problem.sections.values())
     return held + own + (len(problem.sections) + 2 * len(problem.edges) + 1 << 20)
-
-
-def _round_up_to_mebibytes(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(_mebibytes(size) << 20 for size in sizes)
-
-
-def _mebibytes(size: int) -> int:
-    return -(-size >> 20)
