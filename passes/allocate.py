@@ -99,6 +99,12 @@ class SolvedAllocation:
         """Returns the evaluator of this problem's plans."""
         return PlanEvaluator(self.work, self.problem, self.run_ahead, self.known)
 
+    def take_solution(self) -> RefinedPlan:
+        """Returns the solver's plan, with its simulated step."""
+        found = self.solution.assignment
+        evaluation = self.make_evaluator().evaluate(found, assign_ranks(self.problem, found))
+        return RefinedPlan(found, evaluation, self.solution.time_ns, 1)
+
 
 @dataclass(frozen=True)
 class Allocate(ModulePass):
@@ -110,6 +116,7 @@ class Allocate(ModulePass):
       NAME.KEY=VALUE, that a later pass could not carry out.
     fit: with false, a model that fits no device is planned with the least memory instead of being refused,
       and the prediction says how much is missing.
+    search: with false, the best plan by closed forms is taken, and no other is simulated.
     stages: numbers of stages, NAME.pp=N, that the model's layers were captured for. known: all choices of the
       plan they were captured for, taken again where it fits, with its solver record `proven`.
     objective: time, or gpus: the fewest ranks on which a step takes at most `step_time` seconds. run_ahead:
@@ -126,6 +133,7 @@ class Allocate(ModulePass):
     set: tuple[str, ...] = ()
     strategy: str = "auto"
     fit: bool = True
+    search: bool = True
     refused: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
@@ -141,6 +149,8 @@ class Allocate(ModulePass):
             return _write_allocation(graph, *reused)
         asked = self if reused is None else self.without_known_plan()
         solved = asked.solve_closed_form(graph)
+        if not self.search:
+            return _write_allocation(graph, solved, solved.take_solution(), 0.0)
         forks = solved.problem.ranks >= PARALLEL_PRICING_RANKS
         with run_in_background(partial(asked.least_step_s, solved), forks=forks) as least_step_s:
             solved, won, facts = asked.choose_plan(solved)

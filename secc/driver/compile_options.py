@@ -23,9 +23,9 @@ class CompileOptions:
     """Options of a compilation; each field of the first part is an option of `secc compile`.
 
     The fields of the second part are not the user's. compared_only: the plan is compared with plain PyTorch
-    and never run, so a model that fits no device is planned, too. The others are set when a model is planned
-    a second time. taken_back: choices that an
-    earlier plan showed to be impossible. The planner sets the others: `refused` are choices that a pass after
+    and never run, so a model that fits no device is planned, too, and no faster plan is searched. The others
+    are set when a model is planned a second time. taken_back: choices that an earlier plan showed to be
+    impossible. The planner sets the others: `refused` are choices that a pass after
     `allocate` could not carry out, `stages` the pipeline stages ("NAME.pp=N") that layers
     were captured for, `known` all choices of the first plan, and `proven` the solver status of that plan.
     """

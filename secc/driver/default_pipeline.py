@@ -92,6 +92,7 @@ def _allocate_options(options: CompileOptions) -> dict[str, Any]:
         "known": options.known,
         "proven": options.proven,
         "fit": not options.compared_only,
+        "search": not options.compared_only,
     }
 
 
