@@ -31,6 +31,7 @@ _EXCLUDED_TAGS = (
 )
 _CPU = torch.device("cpu")
 _REAL_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_LAYER_NORM = aten.native_layer_norm.default  # its results are contiguous, whatever its argument is
 _NO_REDUCTION = 0
 
 Shape = tuple[int, ...]
@@ -43,8 +44,9 @@ def run_with_rule(func: Any, args: Any, kwargs: Any) -> Any:
     if func is DEVICE_QUERY:  # autograd asks for it at each result, thousands of times in a loop over windows
         return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
     shapes_of = _RESULT_SHAPES.get(func)
-    if shapes_of is not None and not kwargs and _is_dense_float(args[0]):
-        shapes = shapes_of(*args)
+    if shapes_of is not None and not kwargs and _is_plain_float(args[0]):
+        is_known = func is _LAYER_NORM or args[0].stride() == contiguous_strides(args[0].shape)
+        shapes = shapes_of(*args) if is_known else None
         if shapes is not None:
             return _make_results(args[0], shapes)
     rule = _find_rule(func)
@@ -118,23 +120,20 @@ def _run_pointwise(func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Te
     )
     key = func, tuple((t.dtype, t.ndim == 0) for t in tensors), scalars, torch.get_default_dtype()
     if key in _pointwise_dtypes:
-        return new_fake_tensor(
-            _find_mode(tensors), shape, contiguous_strides(shape), _pointwise_dtypes[key]
-        )
+        return new_fake_tensor(_find_mode(tensors), shape, contiguous_strides(shape), _pointwise_dtypes[key])
     out = func(*args, **kwargs)
     if isinstance(out, FakeTensor) and out.shape == shape and out.stride() == contiguous_strides(shape):
         _pointwise_dtypes[key] = out.dtype
     return out
 
 
-def _is_dense_float(value: Any) -> bool:
-    """Whether an argument is a plain fake tensor of float32 or float64 whose entries are contiguous."""
+def _is_plain_float(value: Any) -> bool:
+    """Whether an argument is a plain fake tensor of float32 or float64."""
     return (
         isinstance(value, FakeTensor)
         and value.constant is None
         and value.fake_device == _CPU
         and value.dtype in (torch.float32, torch.float64)
-        and value.stride() == contiguous_strides(value.shape)
     )
 
 
@@ -177,13 +176,19 @@ def _embedding_shape(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> Sh
     return (*indices.shape, weight.shape[1]) if weight.ndim == 2 else None
 
 
+def _masked_scatter_shape(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Shape | None:
+    fits = mask.dtype == torch.bool and source.dtype == x.dtype and _broadcasts_to(mask.shape, x.shape)
+    return tuple(x.shape) if fits and mask.ndim <= x.ndim else None
+
+
 def _softmax_shape(x: torch.Tensor, dim: int, half_to_float: bool) -> Shape | None:
     return tuple(x.shape) if -x.ndim <= dim < x.ndim and not half_to_float else None
 
 
 _RESULT_SHAPES: dict[Any, Callable[..., Shape | list[Shape] | None]] = {
     aten.nll_loss_forward.default: _class_loss_shapes,
-    aten.native_layer_norm.default: _layer_norm_shapes,
+    _LAYER_NORM: _layer_norm_shapes,
+    aten.masked_scatter.default: _masked_scatter_shape,
     aten.mean.dim: _mean_shape,
     aten.embedding.default: _embedding_shape,
     aten._softmax.default: _softmax_shape,

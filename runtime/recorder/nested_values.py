@@ -49,8 +49,11 @@ class NotLiteral(Exception):
 
 def children_of(value: Any) -> list[tuple[str, Any]] | None:
     """Return (step, child) for each child of a container, None for a leaf."""
-    if isinstance(value, torch.Tensor):
+    kind = type(value)
+    if kind in _LITERALS or isinstance(value, torch.Tensor):
         return None
+    if kind is tuple or kind is list:  # before the slower tests of classes
+        return [(f"[{i}]", v) for i, v in enumerate(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [
             (f".{f.name}", getattr(value, f.name))

@@ -64,6 +64,8 @@ class SettingTracker:
 
     def _gradient_settings(self, path: str) -> Iterator[ModuleSetting]:
         """Yield the settings of parameters of the block that forward has frozen or thawed."""
+        if all(p.requires_grad is value for p, value in self._needs_gradient.values()):
+            return
         own = list(self._modules[path].named_parameters())
         for value in (False, True):
             names = [n for n, p in own if self.is_changed(p) and p.requires_grad is value]

@@ -80,8 +80,8 @@ Gradients = dict[str, torch.Tensor | None]
 class LossAndGradients:
     """The loss and the gradient of each trainable parameter, None where the loss does not reach it. A tied
     parameter is listed once. changes: what forward added to buffers, where that was looked at. narrow: the
-    16-bit floats that plain PyTorch's forward computed in. needs_watch: whether `EagerWatch` may see something
-    when the same samples run with more padding."""
+    16-bit floats that plain PyTorch's forward computed in. needs_watch: whether `EagerWatch` may see
+    something when the same samples run with more padding."""
 
     loss: float
     gradients: Gradients

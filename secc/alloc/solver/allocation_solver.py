@@ -77,8 +77,10 @@ def _try_all(
             continue
         if most is None or value.time_ns <= -(-most // time_unit(problem)):
             chosen = [coarse.sections[s][i] for s, i in a.choice.items()]
-            first = (value.time_ns, value.ranks)
-            objective = *(first if coarse.deadline is None else first[::-1]), sum(c.extras for c in chosen)
+            first, second = value.time_ns, value.ranks
+            if coarse.deadline is not None:
+                first, second = second, first
+            objective = first, second, sum(c.extras for c in chosen)
             found.setdefault(objective, a)
             narrow.setdefault((sum(c.width for c in chosen), objective), a)
     if not found:

@@ -55,7 +55,7 @@ from dataclasses import replace
 from typing import Any
 
 from secc.alloc.problem.closed_form import evaluate_assignment
-from secc.alloc.problem.types import AllocEdge, Assignment, Candidate, Problem, Solution
+from secc.alloc.problem.types import Assignment, Problem, Solution
 from secc.alloc.solver import subproblem as parts
 from secc.alloc.solver.coarse_problem import coarsen_problem, mebibytes, time_unit
 from secc.alloc.solver.deferred_pandas import deferred_pandas

@@ -42,8 +42,8 @@ from secc.runtime.recorder.fold_parts import fold_parts
 from secc.runtime.recorder.serialization import dump_recording, load_recording
 
 _ROTATIONS = 3  # choices of samples to try, for micro-batches with sizes that vary independently
-# Recordings that take longer, in processor time, are worth a fork, which costs a quarter of a second of it; and
-# both processes learn what blocks return.
+# Recordings that take more processor time are worth a fork, which costs a quarter of a second of it; and both
+# processes learn what blocks return.
 SLOW_RECORDING_SECONDS = 0.5
 _REPEATED_BATCHES = 3  # micro-batches that are recorded with each of their samples repeated
 _REPEATED_SAMPLE = (2, 1)  # how often a sample stands in batches of it alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -57,12 +58,14 @@ def find_cycles(nodes: Iterable[T], arcs: Arcs[T]) -> list[set[T]]:
 
 def find_components(arcs: Arcs[T]) -> list[set[T]]:
     """The sets of several nodes that arcs connect, in either direction, in the order of their first nodes."""
-    either = _list_successors((), (pair for a, b in arcs for pair in ((a, b), (b, a))))
-    known, found = set[T](), list[set[T]]()
+    either: Successors[T] = _list_successors((), (pair for a, b in arcs for pair in ((a, b), (b, a))))
+    known: set[T] = set()
+    found: list[set[T]] = []
     for node in either:
         if node not in known:
-            found.append(_find_reachable(either, node))
-            known |= found[-1]
+            component = _find_reachable(either, node)
+            known |= component
+            found.append(component)
     return found
 
 
@@ -126,7 +129,9 @@ class MinCutNetwork:
     def min_cut_sink_side(self) -> set[Hashable] | None:
         """The nodes on the sink's side of a minimum cut, as few as possible; None if every cut is
         forbidden."""
-        forbidden = {a: [b for b, cost in costs.items() if cost == math.inf] for a, costs in self._costs.items()}
+        forbidden = {
+            a: [b for b, cost in costs.items() if cost == math.inf] for a, costs in self._costs.items()
+        }
         if _SINK in _find_reachable(forbidden, _SOURCE):
             return None
         left = {a: dict(costs) for a, costs in self._costs.items()}  # of each arc, what flow may still take
@@ -165,7 +170,7 @@ def _send_flow(left: Residual, level: Mapping[Hashable, int]) -> None:
     while path:
         a = path[-1]
         if a == _SINK:
-            arcs = list(zip(path, path[1:], strict=False))
+            arcs = list(pairwise(path))
             amount = min(left[x][y] for x, y in arcs)
             for x, y in arcs:
                 left[x][y] -= amount

@@ -34,7 +34,9 @@ def test_cycles_are_sets_of_nodes_that_reach_each_other(arcs: list[tuple[int, in
 @given(ARCS)
 def test_components_are_connected_in_either_direction(arcs: list[tuple[int, int]]) -> None:
     both = arcs + [(b, a) for a, b in arcs]
-    alike = {frozenset(b for b in NODES if reaches(both, a, b)) for pair in arcs for a in pair if len({*pair}) > 1}
+    alike = {
+        frozenset(b for b in NODES if reaches(both, a, b)) for pair in arcs for a in pair if len({*pair}) > 1
+    }
     found = digraph.find_components(arcs)
     assert {*map(frozenset, found)} == alike and len(found) == len(alike)
 

@@ -73,6 +73,10 @@ def calls(n: int) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         (aten.native_layer_norm.default, (x, [3, 8], None, None, 1e-5), {}),
         (aten.native_layer_norm.default, (turned, [8], None, None, 1e-5), {}),
         (aten.native_layer_norm.default, (half, [8], None, None, 1e-5), {}),
+        (aten.native_layer_norm.default, (x[:, 1], [8], None, fake(8), 1e-5), {}),
+        (aten.masked_scatter.default, (x, fake(n, 3, 1, dtype=torch.bool), fake(5, 8)), {}),
+        (aten.masked_scatter.default, (x, torch.zeros(3, 8, dtype=torch.bool), x[1:]), {}),
+        (aten.masked_scatter.default, (fake(3, 8), fake(n, 3, 8, dtype=torch.bool), x), {}),
         (aten.mean.dim, (x, [-1], True), {}),
         (aten.mean.dim, (x, [0, 2]), {}),
         (aten.mean.dim, (turned, [1]), {}),
@@ -95,7 +99,7 @@ def test_views_share_their_storage() -> None:
         meta_rules.run_with_rule(aten.t.default, (x,), {}),
         *meta_rules.run_with_rule(aten.split.Tensor, (x, 3), {}),
     ):
-        assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+        assert view.untyped_storage()._cdata == x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def test_real_tensors_keep_their_values_and_wrong_shapes_are_errors() -> None:
