@@ -19,6 +19,7 @@ from secc.runtime.host.regular_files import open_regular_file
 
 Shape = Callable[[Any], Any]
 
+MAX_NUMBER = 1e30
 _MAX_INTEGER = 2**63 - 1
 _MAX_TEXT = 1 << 20  # characters
 _MAX_ITEMS = 1 << 20
@@ -126,7 +127,7 @@ def integer(least: int = -_MAX_INTEGER, most: int = _MAX_INTEGER) -> Shape:
     return check
 
 
-def number(least: float = -math.inf, most: float = 1e30) -> Shape:
+def number(least: float = -math.inf, most: float = MAX_NUMBER) -> Shape:
     """A finite number from `least` to `most`."""
     what = "a number" + (f" of at least {least:g}" if least > -math.inf else "")
 

@@ -143,6 +143,8 @@ class _OutlineMatcher:
                     if text.startswith("torch.")
                     else torch.device(text)
                 )
+            case {"float": text}:
+                return float(text)
             case dict():
                 return {k: self._evaluate_argument(v) for k, v in value.items()}
             case list() | tuple():
@@ -206,6 +208,8 @@ class _OutlineMatcher:
                 )
             case {"name": text}:
                 return str(value) == text
+            case {"float": text}:
+                return isinstance(value, float) and str(value) == text
             case {"slice": parts}:
                 return isinstance(value, slice) and self._argument_matches(
                     [value.start, value.stop, value.step], parts, free

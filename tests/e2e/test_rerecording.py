@@ -13,6 +13,7 @@ import torch
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
+from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.training.eager_reference import compare_results, run_eager
 from secc.runtime.training.one_rank_plan import OneRankPlan
 from tests.e2e.harness import (
@@ -112,6 +113,22 @@ def test_a_branch_not_seen_during_capture_is_rerecorded(tmp_path: Path, kind: st
         assert difference.is_exact, (indices, difference)
     branches = torch.tensor([float(s["flag"] == 5) for s in samples])
     assert branches.sum() == 1
+
+
+@pytest.mark.parametrize("number", ["-float('inf')", "torch.finfo(torch.float32).min"])
+def test_plans_keep_infinite_and_largest_numbers_of_recorded_losses(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "reader.py"
+    source = SOURCE.replace("{read}", READS["bool"]).replace("{branch}", BRANCH.format("rare"))
+    masked = f"self.head(self.decoder(h)).masked_fill((flag == 7)[:, None], {number})"
+    path.write_text(source.replace("self.head(self.decoder(h))", masked))
+    made = compile_and_write(path, tmp_path / "plan", cluster="local:2", global_batch=4)
+    nodes = [dict(n) for case in load_plan(tmp_path / "plan").recorded for n in case.nodes]
+    assert {"float": str(eval(number, {"torch": torch}))} in [a for n in nodes for a in n.get("args", ())]
+    rank = rank_of(made, tmp_path)
+    samples = [made.user.load_sample(i) for i in (1, RARE, 3, 4)]
+    assert made.model is not None
+    expected = run_eager(made.model, made.user.collate(samples))
+    assert compare_results(rank.run_step(samples), expected).is_exact
 
 
 @pytest.mark.gloo

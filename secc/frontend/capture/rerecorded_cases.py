@@ -31,6 +31,7 @@ from secc.frontend.dataset.survey import DatasetSurvey, Sample
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.readable_names import make_unique, shortest_tail, to_identifier
 from secc.runtime.plan import schema
+from secc.runtime.plan.json_shapes import MAX_NUMBER
 from secc.runtime.recorder.loss_loops import roll_loss_loops
 from secc.runtime.recorder.match_outline import find_outline_mismatch, node_kind
 from secc.runtime.recorder.outline import Outline
@@ -298,5 +299,7 @@ def _value_to_data(value: Any, number: Mapping[fx.Node, int]) -> Any:
             return {"slice": [recurse(v) for v in (value.start, value.stop, value.step)]}
         case torch.dtype() | torch.device() | torch.memory_format() | torch.layout():
             return {"name": str(value)}
+        case float() if not abs(value) <= MAX_NUMBER:  # infinite, not a number, or the lowest float, as masks have
+            return {"float": str(value)}
         case _:
             return value

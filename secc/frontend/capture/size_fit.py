@@ -161,6 +161,8 @@ class SizeFitter:
         yield from self._take_stride([s for s in strides if s.name in self._padded_symbols])
         yield from self._fit_remainder(values)
         yield from self._take_stride(strides)
+        if max(values) < 0:  # the end of `arange(n - 1, -n, -1)`
+            yield from (-expr for expr in self._fit_candidates(tuple(-v for v in values)))
 
     def _take_stride(self, found: Sequence[StrideSize]) -> Iterator[Expr]:
         """Yields the first of these strides, if there are any, in doubt where others disagree."""
