@@ -9,9 +9,12 @@ the register on.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +43,37 @@ from secc.runtime.randomness.bits import coordinate_offsets, generate_bits, hash
 _NO_DRAW_NUMBER = 1 << 62  # in the register while no recomputation runs
 _RNN_FUNCTIONS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _UNSEEN_DRAW_REMEDY = "compile the model again with more --stats-samples, or switch the random op off"
+
+
+_COIN_NUMBERS = (
+    8  # that a call draws at most for a sample, where they decide about it (`torch.rand(n) < 0.1`)
+)
+_extreme_coins: ContextVar[ExtremeCoins | None] = ContextVar("extreme_coins", default=None)
+
+
+@dataclass
+class ExtremeCoins:
+    """Inside of this context, calls that draw few uniform numbers or coins for a sample draw those close to 0
+    or 1: what a model does for few of its samples happens to half of them.
+
+    number: chooses the samples and calls that draw close to 0; for 2k + 1 they are those that draw close to 1
+    for 2k. were_drawn: there was such a call.
+    """
+
+    number: int
+    were_drawn: bool = False
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        token = _extreme_coins.set(self)
+        try:
+            yield
+        finally:
+            _extreme_coins.reset(token)
+
+    def is_low(self, call: str, key: object) -> bool:
+        """Whether a call draws close to 0 for the sample with this key."""
+        return bool((hash_key(call, key, self.number // 2) ^ self.number) & 1)
 
 
 def make_sample_keys(seed: int, samples: Sequence[SampleMeta]) -> list[int]:
@@ -113,6 +147,11 @@ class MicroBatchDraws:
         self._backward = False
         self._rows: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @property
+    def calls_by_site(self) -> Mapping[str, int]:
+        """How often each place of the user's forward has drawn in this micro-batch."""
+        return self._calls_by_name
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Let random ops inside draw this micro-batch's numbers."""
@@ -168,9 +207,31 @@ class MicroBatchDraws:
                 current_source_line(),
                 _UNSEEN_DRAW_REMEDY,
             )
-        return random_op_values.draw_op_result(
-            func, args, kwargs, lambda shape, device: self._generate_entry_bits(planned, call, shape, device)
-        )
+
+        def make_bits(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+            bits = self._generate_entry_bits(planned, call, shape, device)
+            coins = _extreme_coins.get()
+            if coins is None or not random_op_values.is_uniform(func):
+                return bits
+            low = self._choose_low(coins, planned, call, shape, device)
+            return bits if low is None else random_op_values.push_to_ends(func, args, kwargs, bits, low)
+
+        return random_op_values.draw_op_result(func, args, kwargs, make_bits)
+
+    def _choose_low(
+        self, coins: ExtremeCoins, draw: RandomOp, call: str, shape: tuple[int, ...], device: torch.device
+    ) -> torch.Tensor | None:
+        """Return which entries of a result of `shape` are drawn close to 0, the others close to 1; None if
+        the call draws many numbers for a sample."""
+        owner = self._rows_by_sample(draw.rows, device)[0] if draw.dims else torch.zeros(1)
+        if math.prod(shape) > _COIN_NUMBERS * len(owner):
+            return None
+        coins.were_drawn = True
+        if not draw.dims:
+            key = self._key_of_row(draw, call) if draw.has_call_per_row else ()
+            return torch.full(shape, coins.is_low(call, key), device=device)
+        low = torch.tensor([coins.is_low(call, key) for key in self._keys], device=device)[owner]
+        return low.view([-1 if d == draw.dims[0] else 1 for d in range(len(shape))]).expand(shape)
 
     def _next_draw_name(self, func: Any) -> str:
         number = torch.default_generator.initial_seed() if self._backward else len(self._names)

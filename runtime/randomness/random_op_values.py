@@ -23,6 +23,8 @@ _TRAINING_ARGUMENTS = ("train", "training")
 # Binary digits of a uniform number below 1.
 _MANTISSA_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _WORD_MASK = 0xFFFFFFFF
+_UNIFORM_OPS = ("rand", "rand_like", "uniform")
+_END_DIGITS = 10  # leading digits that numbers near 0 or 1 have in common
 _DROPOUT = torch.ops.aten.native_dropout.default
 
 
@@ -58,6 +60,23 @@ def identity_dropout(func: Any, x: torch.Tensor, p: float, *_: Any) -> Any:
     if func is _DROPOUT:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     return torch.full_like(x, p)  # the division by p that follows gives exactly 1
+
+
+def is_uniform(func: Any) -> bool:
+    """Whether a random op draws uniform numbers, or coins."""
+    return func is _DROPOUT or _op_name(func) in (*_UNIFORM_OPS, "bernoulli")
+
+
+def push_to_ends(func: Any, args: Any, kwargs: Any, bits: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return bits for an op of `is_uniform` whose numbers are the lowest 0.1% of what it may draw where `low`
+    (bool, of the shape of `bits`), else the highest 0.1%, in the order of those of `bits`."""
+    pushed = (bits >> _END_DIGITS) & (1 << 64 - _END_DIGITS) - 1
+    pushed = torch.where(low, pushed, ~pushed)
+    given = named_arguments(func, args, kwargs)
+    has_signed_threshold = _op_name(func) not in _UNIFORM_OPS and not isinstance(
+        given.get("p", given.get("self")), torch.Tensor
+    )
+    return pushed ^ -(1 << 63) if has_signed_threshold else pushed
 
 
 def draw_op_result(func: Any, args: Any, kwargs: Any, bits: BitSource) -> Any:

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from secc.runtime.plan.batch_sizes import read_symbol_sizes
 from secc.runtime.plan.sample_predicates import describe_pattern
 from secc.runtime.plan.schema import Plan
 from secc.runtime.plan.unsplit_reason import TOKEN_MIXING_REMEDY
+from secc.runtime.randomness.micro_batch_draws import ExtremeCoins
 from secc.runtime.sections import gradient_hooks
 from secc.runtime.sections.base import load_plan_module
 from secc.runtime.training.eager_reference import FLOAT32_TOLERANCES, LossAndGradients
@@ -53,6 +55,7 @@ from secc.runtime.training.one_rank_plan import (
     StepComparison,
 )
 
+_EXTREME_COINS = 4  # comparisons with coins close to 0 or 1
 _DRAWN_COPIES = 4  # of each sample where random numbers may decide whether padding is read
 _MOST_NAMED = 6  # blocks in a message
 _SIZE_REMEDY = (
@@ -64,14 +67,20 @@ _BRANCH_REMEDY = (
     " choose by sample (a mask, torch.where), or let the branch only add a term to the loss"
 )
 
+_SHIFTED_DRAWS_REMEDY = (
+    "draw for all inputs at once, before the branch and whether or not they are there"
+    " (`coins = torch.rand(len(x), 2)`), and let each input take its own numbers"
+)
+
 
 @dataclass(frozen=True)
 class PatternCheck:
-    """Result of the comparison for one input pattern."""
+    """Result of the comparison for one input pattern. coins: what it was drawn with, if not as usual."""
 
     pattern: tuple[str, ...]
     samples: int
     comparison: StepComparison
+    coins: ExtremeCoins | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Returns the entry of plan.json. Errors are rounded to one digit: further digits depend on where
@@ -156,7 +165,8 @@ def _compare_with_eager(compiled: CompiledPlan, model: nn.Module) -> CompiledPla
         patterns = compare_patterns(compared, model)
         for pattern in patterns:
             if not pattern.comparison.is_exact:
-                raise _inexact_error(compared, pattern)
+                with pattern.coins.in_use() if pattern.coins else nullcontext():
+                    raise _inexact_error(compared, pattern)
     except NotEnoughMemory:
         raise
     except UserError as error:
@@ -317,7 +327,8 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
         )
         return InexactPlan(message, line, _BRANCH_REMEDY)
     if inexact.pattern and (found := _find_changing_input(compiled, inexact.pattern)):
-        return InexactPlan(_describe_changing_input(found, pattern), found.where, _BRANCH_REMEDY)
+        remedy = _SHIFTED_DRAWS_REMEDY if found.is_drawn else _BRANCH_REMEDY
+        return InexactPlan(_describe_changing_input(found, pattern), found.where, remedy)
     together = compiled.survey.compose_batches(frozenset(inexact.pattern))[-1]
     if error := _find_coupling(compiled, together):
         return error
@@ -359,6 +370,12 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
 
 
 def _describe_changing_input(found: ChangingInput, pattern: str) -> str:
+    if found.is_drawn:
+        return (
+            f"this line draws random numbers more often if samples of a batch have {found.key!r} ({pattern}),"
+            " and its draws are told apart by their order: in micro-batches of their own, samples get other"
+            " numbers"
+        )
     if found.module:
         return (
             f"samples without {found.key!r} are computed otherwise where other samples of the batch have it"
@@ -532,10 +549,36 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
             _refuse_sizes_of_values(compiled, samples)
         raise
     worst = max(comparisons, key=lambda c: (not c.is_exact, max(c.difference.loss, c.difference.gradient)))
+    check = PatternCheck(tuple(sorted(pattern)), len(samples), worst)
     if not worst.is_exact:
         _refuse_gradient_hooks(rank, samples)
         refuse_faults_of_one(compiled, rank, samples, reference)
-    return PatternCheck(tuple(sorted(pattern)), len(samples), worst)
+    elif compiled.plan.draws and 1 in sizes:
+        check = _compare_extreme_coins(compiled, rank, samples, check)
+    return check
+
+
+def _compare_extreme_coins(
+    compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]], check: PatternCheck
+) -> PatternCheck:
+    """Compares samples again where forward tosses coins for them, with all coins close to 0 or 1: what few
+    samples meet (a modality that is dropped for 2% of them) may be what makes micro-batches inexact. Returns
+    the first comparison that fails, else `check`."""
+    for coins in map(ExtremeCoins, range(_EXTREME_COINS)):
+        with coins.in_use():
+            try:
+                reference = _run_reference(compiled, rank, samples)
+                sizes = [1, *_padding_sizes(compiled.plan)[1:]] if coins.were_drawn else []
+                comparisons = [rank.compare_step(samples, size, reference) for size in sizes]
+            except NotEnoughMemory:
+                raise
+            except UserError:
+                continue  # such coins may leave no rows for a mean, or take a path of their own
+        if not coins.were_drawn:
+            break
+        if inexact := next((c for c in comparisons if not c.is_exact), None):
+            return dataclasses.replace(check, comparison=inexact, coins=coins)
+    return check
 
 
 def _padding_sizes(plan: Plan) -> list[MicroBatchSizes]:

@@ -12,21 +12,25 @@ import torch
 from secc.driver.compile import CompiledPlan
 from secc.errors import UserError
 from secc.frontend.dataset.survey import InputPattern
+from secc.runtime.training.eager_reference import PlanRandomness
 from secc.runtime.training.eager_watch import run_forward
 from secc.runtime.training.one_rank_plan import OneRankPlan
 
 Samples = Sequence[Mapping[str, Any]]
 _TOLERANCE = 1e-4  # of a row's norm
+_TRIED = 4  # samples without the input: random numbers may hide for one of them what it changes
 
 
 @dataclass(frozen=True)
 class ChangingInput:
     """An optional input, and the first line of forward that uses it. module: the first module that returns
-    something else for a sample without it when another sample has it; "" if none was seen to."""
+    something else for a sample without it when another sample has it; "" if none was seen to. is_drawn: the
+    line draws random numbers more often for samples with the input than for those without."""
 
     key: str
     where: str
-    module: str
+    module: str = ""
+    is_drawn: bool = False
 
 
 def find_changing_input(
@@ -44,11 +48,31 @@ def find_changing_input(
             and lacking
             and _is_exact(rank, [*having[:1] * 2])
             and _is_exact(rank, [*lacking[:1] * 2])
-            and not _is_exact(rank, [having[0], lacking[0]])
+            and not all(_is_exact(rank, [having[0], s]) for s in lacking[:_TRIED])
             and (line := next(_lines_using(compiled, pattern, key), ""))
         ):
+            if drawn := _find_shifted_draws(rank, having[0], lacking[0]):
+                return ChangingInput(key, drawn, is_drawn=True)
             return ChangingInput(key, line, _find_changed_module(rank, lacking[0], having[0]))
     return None
+
+
+def _find_shifted_draws(rank: OneRankPlan, having: Mapping[str, Any], lacking: Mapping[str, Any]) -> str:
+    """Returns a line that draws for both samples, but not equally often; "" if there is none. What such a
+    line draws is told apart by its order, so a sample's first numbers may be its second ones in a batch."""
+    with_input, without = (_count_draws(rank, sample) for sample in (having, lacking))
+    shifted = {site for site, number in without.items() if 0 < number != with_input.get(site, number)}
+    return next((d.where for d in rank.plan.draws if d.call.rpartition("#")[0] in shifted), "")
+
+
+def _count_draws(rank: OneRankPlan, sample: Mapping[str, Any]) -> Mapping[str, int]:
+    """Returns how often each place of forward draws random numbers for a sample that is alone."""
+    draws = PlanRandomness(rank.model, rank.plan.draws, rank.plan.symbols).draws_for(rank.user, [sample])
+    if draws is None:
+        return {}
+    with torch.no_grad(), draws.forward():
+        run_forward(rank.model, rank.user.collate([sample]))
+    return draws.calls_by_site
 
 
 def _find_changed_module(rank: OneRankPlan, sample: Mapping[str, Any], other: Mapping[str, Any]) -> str:

@@ -48,6 +48,15 @@ def collate(samples):
     return batch
 """
 
+DRAWN_PARTS = """        parts = [self.row(row)]
+        if picture is not None:
+            parts.insert(0, self.picture(picture) * (picture != 0).any(1, keepdim=True))
+        h = 0.0
+        for x in parts:
+            h = h + x * (torch.rand(len(x), 1) < 0.7)
+        return F.cross_entropy(self.head(h), label)
+"""
+
 
 @pytest.mark.parametrize(
     ("model", "says"),
@@ -71,3 +80,20 @@ def test_an_input_that_changes_samples_without_it_is_named_with_its_line(
     with pytest.raises(UserError, match=says) as error:
         check_exactness(made, required=True)
     assert error.value.where == "model.py:15" and "torch.where" in error.value.remedy
+
+
+def test_a_line_that_draws_more_often_with_an_optional_input_is_named(tmp_path: Path) -> None:
+    """The row's numbers are the line's second ones in a batch with pictures, its first ones without."""
+    body, _, rest = MODEL.partition("        tokens = ")
+    model = body + DRAWN_PARTS + rest[rest.index("\n\n\ndef model") :]
+    (tmp_path / "model.py").write_text(model)
+    made = compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=12))
+    says = "draws random numbers more often if samples of a batch have 'picture'"
+    with pytest.raises(UserError, match=says) as error:
+        check_exactness(made, required=True)
+    assert error.value.where == "model.py:18" and "for all inputs at once" in error.value.remedy
+    remedied = model.replace("h = 0.0", "h, coins = 0.0, torch.rand(len(row), 2, 1)")
+    remedied = remedied.replace("torch.rand(len(x), 1)", "coins[:, int(x is parts[-1])]")
+    (tmp_path / "remedied.py").write_text(remedied)
+    made = compile_model(tmp_path / "remedied.py", CompileOptions(cluster="local:2", global_batch=12))
+    check_exactness(made, required=True)

@@ -271,8 +271,10 @@ def optimizer(params):
         ("dict(drop=torch.tensor(i % 7 == 3))", "drop"),
         ("dict(drop=torch.tensor(i == 33))", "drop"),
         ("{}", "torch.rand(len(ids)) < 0.1"),
+        ("{}", "torch.rand(len(ids)) < 0.003"),
+        ("{}", "torch.bernoulli(torch.full((len(ids),), 0.003)).bool()"),
     ],
-    ids=["some", "one", "drawn"],
+    ids=["some", "one", "drawn", "rarely drawn", "rare coins"],
 )
 def test_padding_that_few_samples_read_is_found(flag: str, drop: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"

@@ -299,7 +299,7 @@ def _value_to_data(value: Any, number: Mapping[fx.Node, int]) -> Any:
             return {"slice": [recurse(v) for v in (value.start, value.stop, value.step)]}
         case torch.dtype() | torch.device() | torch.memory_format() | torch.layout():
             return {"name": str(value)}
-        case float() if not abs(value) <= MAX_NUMBER:  # infinite, not a number, or the lowest float, as masks have
+        case float() if not abs(value) <= MAX_NUMBER:  # as masks have
             return {"float": str(value)}
         case _:
             return value
