@@ -257,6 +257,7 @@ def small_model():
         ("", "auto", 0, "global", "too large to be run here"),
         ("", "auto", 1 << 30, "own", "with one layer of each kind at its real size (2 of 4 layers)"),
         (SMALL, "auto", 0, "own", "of small_model()"),
+        (SMALL.replace("model()\n", "nn.Identity()\n"), "auto", 0, "global", "small_model() fails here: "),
         ("", "own", 0, "own", "nothing was tested"),
     ],
 )

@@ -24,6 +24,10 @@ COLLATE_REMEDY = (
     "write collate() so that each dim of a key is constant, adds up over the samples, or is the longest of "
     "the samples"
 )
+_OFFSETS_REMEDY = (
+    "return the length of each sample in place of offsets, and let forward add lengths up:"
+    " `F.pad(lengths.cumsum(0), (1, 0))`"
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ def explain_dims(observations: Sequence[ShapeObservation], integral: Iterable[st
     _name_rows(table, extents)
     _name_widths(table, extents, set(integral))
     for dim, vector in table.others.items():
-        _explain_derived_dim(dim, vector, table, extents, where)
+        having = tuple(sum(dim[0] in single for single in o.singles) for o in observations)
+        _explain_derived_dim(dim, vector, having, table, extents, where)
     return extents
 
 
@@ -177,9 +182,15 @@ def _name_widths(table: _ObservedDims, extents: DimRules, integral: set[str]) ->
 
 
 def _explain_derived_dim(
-    dim: KeyDim, vector: ObservedExtents, table: _ObservedDims, extents: DimRules, where: str
+    dim: KeyDim,
+    vector: ObservedExtents,
+    having: ObservedExtents,
+    table: _ObservedDims,
+    extents: DimRules,
+    where: str,
 ) -> None:
-    """Explains a dim that is computed from rows or a width: `B + 1` offsets, labels padded like the text."""
+    """Explains a dim that is computed from rows or a width: `B + 1` offsets, labels padded like the text.
+    having: how many samples of each batch have the key."""
     for symbol in sorted(extents.symbols, key=lambda s: s.kind, reverse=True):
         text = _as_affine(vector, table.values_by_symbol[symbol.name], symbol.name)
         if text:
@@ -190,11 +201,11 @@ def _explain_derived_dim(
             return
     key, number = dim
     seen = ", ".join(str(v) for v in sorted(set(vector) - {0})[:6])
-    raise UserError(
-        f"dim {number} of {key!r} is neither constant nor additive nor a maximum over samples: {seen}, …",
-        where,
-        COLLATE_REMEDY,
+    message = (
+        f"dim {number} of {key!r} is neither constant nor additive nor a maximum over samples: {seen}, …"
     )
+    are_offsets = all(v == h + 1 for v, h in zip(vector, having, strict=True) if h)
+    raise UserError(message, where, _OFFSETS_REMEDY if are_offsets else COLLATE_REMEDY)
 
 
 def _add_symbol(

@@ -131,8 +131,10 @@ def choose_padding_policy(
             if _is_padding_never_seen(user, survey_small_samples(user, survey), inputs, small, draws):
                 return PaddingPolicy("own", WidthsReason.SHOWN_SMALL)
             return PaddingPolicy("global", WidthsReason.AFFECTED, ", in small_model()")
-    except Exception:  # random ops of the large model may have other names in the small one
-        pass
+        small_fault = ""
+    except Exception as error:  # random ops of the large model may have other names in the small one
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        small_fault = f"; small_model() fails here: {reason}"
     try:
         return _probe_excerpt(user, survey, inputs, draws, limits or ExcerptLimits.of_this_machine())
     except CannotRunExcerpt as error:
@@ -141,7 +143,7 @@ def choose_padding_policy(
         why = error.message
     except Exception as error:  # whatever the user's code raises
         why = f"its code raises {type(error).__name__} there"
-    detail = f"; one layer of each kind cannot stand for it: {why}"
+    detail = f"{small_fault}; one layer of each kind cannot stand for it: {why}"
     return PaddingPolicy("global", WidthsReason.TOO_LARGE, detail)
 
 

@@ -307,6 +307,23 @@ def test_dims_that_follow_no_rule_are_refused(
     assert caught.value.remedy and caught.value.where.startswith(str(Path(__file__)))
 
 
+def test_offsets_of_samples_that_have_an_input_are_refused_and_their_lengths_taken(user_of: UserOf):
+    def collate(samples: list[Sample], offsets: bool) -> Sample:
+        images = [s["x"] for s in samples if "x" in s]
+        if not images:
+            return {"input_ids": stacked(samples)}
+        lengths = torch.tensor([len(x) for x in images])
+        cumulated = {"at": torch.nn.functional.pad(lengths.cumsum(0), (1, 0))}
+        batch = {"input_ids": stacked(samples), "x": torch.cat(images)}
+        return batch | (cumulated if offsets else {"lengths": lengths})
+
+    with pytest.raises(UserError, match="dim 0 of 'at' is neither constant") as caught:
+        described(user_of(IMAGES, collate=lambda samples: collate(samples, True)))
+    assert "the length of each sample in place of offsets" in caught.value.remedy
+    found = described(user_of(IMAGES, collate=lambda samples: collate(samples, False)))
+    assert {i.key for i in found.inputs if i.optional} == {"x", "lengths"}
+
+
 def test_a_list_that_some_samples_leave_empty_is_optional(user_of: UserOf):
     samples = [
         t | {"pictures": [torch.randn(3, 2 + k, 4) for k in range(i % 3)]} for i, t in enumerate(TEXTS)
