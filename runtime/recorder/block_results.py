@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from secc.runtime.errors import UserError
+from secc.runtime.model.module_copies import CopiesWithoutHistory
 from secc.runtime.model.source_lines import forward_source_line
 from secc.runtime.recorder import nested_values
 from secc.runtime.recorder.recording import Hazard, RandomOpCall
@@ -90,15 +91,11 @@ def copy_with_fake_parameters(model: nn.Module, mode: FakeTensorMode) -> nn.Modu
     for b in model.buffers():
         memo[id(b)] = _empty_like(mode, b) if b.is_meta else b.detach().clone()
     for m in model.modules():
-        for value in vars(
-            m
-        ).values():  # a weight that a hook computes before each call (`torch.nn.utils.weight_norm`)
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                memo[id(value)] = _empty_like(mode, value)
         if (config := getattr(m, "config", None)) is not None:
             memo[id(config)] = config
     try:
-        copied = copy.deepcopy(model, memo)
+        with CopiesWithoutHistory(lambda tensor: _empty_like(mode, tensor)):
+            copied = copy.deepcopy(model, memo)
         forward_hooks.rebind_closures(copied, memo)
         return copied
     except Exception as error:

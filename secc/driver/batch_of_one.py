@@ -5,6 +5,7 @@ whole batch (a hook that divides by a norm), or an operator is wrong for batches
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 from torch import nn
 
 from secc.errors import UserError
-from secc.runtime.model.source_lines import forward_source_line
-from secc.runtime.model.user_file import UserModel
+from secc.runtime.model.source_lines import format_source_line, forward_source_line, is_internal_file
+from secc.runtime.model.user_file import UserModel, extract_loss
 from secc.runtime.recorder.nested_values import iter_tensors
 from secc.runtime.training.eager_reference import (
     LossAndGradients,
@@ -61,15 +62,37 @@ def find_fault_of_one(
                 f"let {path} compute each sample by itself (attention within it, its own positions)",
             )
         if _compare_copies(user, model, sample, (2, 3)).gradient > _FAULT_TOLERANCES:
+            functions = _find_functions(user, model, sample)
+            named = f" (that of {', '.join(functions)})" if functions else ""
             return UserError(
-                f"{what}, and three times in one batch gives a third one: a backward computes with the batch",
-                find_parameter_place(model, worst) or str(user.path),
+                f"{what}, and three times in one batch gives a third one: a backward computes with the batch"
+                f"{named}",
+                next(iter(functions.values()), "") or find_parameter_place(model, worst) or str(user.path),
                 "let hooks on gradients (`register_hook`) and backwards of your autograd.Functions treat each"
                 " sample by itself, without norms or numbers of samples of the batch; or put them into a"
                 " module of their own and name it: --whole-batch PATH computes all samples at once",
             )
         return _wrong_operator(user, model, what, worst)
     return None
+
+
+def _find_functions(user: UserModel, model: nn.Module, sample: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the file:line of the backward of each autograd.Function behind the loss, by its name, without
+    those of torch."""
+    seen: set[Any] = set()
+    found: dict[str, str] = {}
+    nodes = [extract_loss(run_forward(model, user.collate([sample]))).grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes.extend(following for following, _ in node.next_functions)
+        if (function := getattr(node, "_forward_cls", None)) is not None:
+            code = getattr(inspect.unwrap(function.backward), "__code__", None)
+            if code is not None and not is_internal_file(code.co_filename):
+                found[function.__name__] = format_source_line(code, code.co_firstlineno)
+    return found
 
 
 def describe_fault_of_one(user: UserModel, model: nn.Module, worst: str, tolerances: float) -> UserError:

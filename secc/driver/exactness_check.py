@@ -366,7 +366,11 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
             "or the number of its calls may differ "
             "between samples; switch it off to see whether it is that"
         )
-    return InexactPlan(message, str(compiled.user.path), remedy)
+    recorded = next((c for c in compiled.plan.recorded if set(c.when) == set(inexact.pattern)), None)
+    if recorded is None or recorded.spare:
+        return InexactPlan(message, str(compiled.user.path), remedy)
+    remedy = f"let this line decide nothing by the number of samples (`if len(x) > 6`); else {remedy}"
+    return InexactPlan(f"{message}; {recorded.why}", recorded.where, remedy)
 
 
 def _describe_changing_input(found: ChangingInput, pattern: str) -> str:

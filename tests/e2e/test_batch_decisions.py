@@ -85,6 +85,17 @@ def test_a_loss_that_depends_on_the_size_of_a_batch_is_refused_with_its_line(
     assert refused.value.where == PLACE
 
 
+@pytest.mark.parametrize("kept", ["x", "self.seen = [x]; x = self.seen[0]"])
+def test_a_size_that_captures_meet_on_both_sides_is_refused_with_its_line(kept: str, tmp_path: Path) -> None:
+    """Glue is then recorded again for each micro-batch, also where forward leaves results on the model."""
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.replace("BRANCH", f"{kept}\n        x = x * 2 if len(x) > 6 else x"))
+    made = compile_model(path, CompileOptions(cluster="local:2", global_batch=12))
+    with pytest.raises(UserError, match="the glue's ops change with the batch") as error:
+        check_exactness(made, required=True)
+    assert error.value.where == "model.py:14" and "the number of samples" in error.value.remedy
+
+
 def test_a_size_that_changes_only_how_the_loss_is_computed_is_exact(tmp_path: Path) -> None:
     plan = compiled("x = x * 2 if len(input_ids) > 8 else x + x", tmp_path, global_batch=16).plan
     assert all(p["exact"] for p in plan.checks["patterns"])

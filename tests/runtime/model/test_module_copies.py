@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
@@ -16,6 +18,16 @@ class Looking(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.map = self.score(x).softmax(-1)
         return self.map * x
+
+
+def test_results_in_containers_of_modules_are_copied_once_and_without_history() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    result = model(torch.ones(2, 4))
+    model.kept = {"steps": [result, (result * 2,)], "last": SimpleNamespace(value=result)}
+    copied = copy_module(model).kept
+    assert isinstance(copied, dict)
+    assert copied["steps"][0] is copied["last"].value and copied["last"].value.is_leaf
+    assert torch.equal(copied["steps"][1][0], result * 2)
 
 
 def test_a_module_that_keeps_a_result_is_copied() -> None:
