@@ -140,10 +140,10 @@ def test_random_numbers_stay_unexplained() -> None:
 def test_varying_floats_are_multiples_or_quotients_of_sizes(source: str) -> None:
     wanted = parse_expr(source)
     found = SizeFitter(ROWS).fit_real(
-        [float(wanted.subs({size_symbol(k): v for k, v in row.items()})) for row in ROWS]
+        [float(wanted.subs([(size_symbol(k), v) for k, v in row.items()])) for row in ROWS]
     )
     assert found is not None
-    at = {size_symbol("B"): 11, size_symbol("S"): 38}
+    at = [(size_symbol("B"), 11), (size_symbol("S"), 38)]
     assert float(sympy.sympify(found).subs(at)) == pytest.approx(float(wanted.subs(at)), rel=1e-12)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ class Looking(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.score = nn.Linear(4, 4)
+        self.kept: list[Any] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.map = self.score(x).softmax(-1)
@@ -21,21 +23,21 @@ class Looking(nn.Module):
 
 
 def test_results_in_containers_of_modules_are_copied_once_and_without_history() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
+    model = Looking()
     result = model(torch.ones(2, 4))
-    model.kept = {"steps": [result, (result * 2,)], "last": SimpleNamespace(value=result)}
-    copied = copy_module(model).kept
-    assert isinstance(copied, dict)
-    assert copied["steps"][0] is copied["last"].value and copied["last"].value.is_leaf
-    assert torch.equal(copied["steps"][1][0], result * 2)
+    model.kept = [{"steps": (result, result * 2)}, SimpleNamespace(value=result)]
+    steps, last = copy_module(model).kept
+    assert steps["steps"][0] is last.value and last.value.is_leaf
+    assert torch.equal(steps["steps"][1], result * 2)
 
 
 def test_a_module_that_keeps_a_result_is_copied() -> None:
     model = nn.Sequential(Looking(), Looking())
     expected = model(torch.ones(2, 4))
     copied = copy_module(model)
-    kept, own = copied[0].map, model[0].map
-    assert isinstance(kept, torch.Tensor) and isinstance(own, torch.Tensor)
+    first, own_first = copied[0], model[0]
+    assert isinstance(first, Looking) and isinstance(own_first, Looking)
+    kept, own = first.map, own_first.map
     assert torch.equal(kept, own) and kept.is_leaf and not own.is_leaf
     assert torch.equal(copied(torch.ones(2, 4)), expected)
-    assert copied[0].score.weight is not model[0].score.weight
+    assert first.score.weight is not own_first.score.weight
