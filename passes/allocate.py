@@ -37,6 +37,7 @@ from secc.alloc.problem.closed_form import PlanValue, evaluate_assignment
 from secc.alloc.problem.micro_batch_times import micro_batch_time_expressions, subgroup_costs
 from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.section_load import SectionLoad
+from secc.alloc.problem.stackable_layers import runs_layers_again
 from secc.alloc.problem.types import STRATEGIES, Assignment, Candidate, Problem, Solution
 from secc.alloc.problem.whole_batch import pin_whole_batches
 from secc.alloc.problem.workload import Workload, build_workload
@@ -64,6 +65,7 @@ from secc.ir.analysis.whole_batch import ALONE, whole_batch_of_section
 from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.ir.dialect.python_attributes import float_attr, int_attr, int_list_attr
 from secc.passes.annotate_costs import write_section_cost, write_subgroup_costs
+from secc.passes.sections.merge_sections import add_section_notes
 from secc.process_map import run_in_background
 
 OBJECTIVES = ("time", "gpus")
@@ -74,6 +76,7 @@ UNEVEN_PERMILLE = 2000
 MOST_DEALT_RATIO = 1.5
 MOST_SLOWER = 1 / 16  # of a plan with captured layers than without, before other plans are sought
 RESERVED_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)  # of memory, where drawn batches need more than mean ones
+RUN_AGAIN_NOTE = "no stages: its layers run again in the same forward, and each run would be on other ranks"
 ONE_STAGE = ".pp=1"  # ends the pin of a section without captured layers
 PLAIN_BACKENDS = {"cpu"}  # on which stages are not divided further unless that is pinned
 MULTI_RANK_MARGIN = (
@@ -602,6 +605,8 @@ def _write_allocation(
             ranks[group],
             round((value.memory[group] + results.get(group, 0)) / GIB, 4),
         )
+        if chosen[name].pp == 1 and runs_layers_again(graph, load.section):
+            add_section_notes(load.section, RUN_AGAIN_NOTE)
         held = in_flight_limit(work, asked, solution.assignment, value, name)
         bounded = chosen[name].pp == 1 or _feeds_others(
             asked, solution, name

@@ -32,7 +32,7 @@ from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.row_parts import row_part_choices
 from secc.alloc.problem.section_load import SectionLoad
 from secc.alloc.problem.sequence_norms import list_norms
-from secc.alloc.problem.stackable_layers import count_declared_layers
+from secc.alloc.problem.stackable_layers import count_declared_layers, runs_layers_again
 from secc.alloc.problem.types import ALL_KINDS, AllocEdge, Candidate, DevicePool, Problem, ReplicaShape
 from secc.alloc.problem.workload import Workload
 from secc.cost.model import roofline
@@ -544,8 +544,11 @@ def parallel_shapes(
 
 
 def count_cuttable_layers(work: Workload, load: SectionLoad) -> int:
-    """The number of layers between which stages of a section may be cut, as far as capture has shown."""
-    if any(WHOLE_ATTRIBUTE in work.graph.blocks[path].attributes for path in strings_of(load.section.blocks)):
+    """The number of layers between which stages of a section may be cut, as far as capture has shown; 1 for
+    layers that run again in the same forward, which stages would hold once for each run."""
+    if runs_layers_again(work.graph, load.section) or any(
+        WHOLE_ATTRIBUTE in work.graph.blocks[path].attributes for path in strings_of(load.section.blocks)
+    ):
         return 1
     return min(count_declared_layers(work.graph, load.section), work.stackable_layers(load))
 

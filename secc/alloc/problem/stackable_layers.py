@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from secc.cost.model.section_cost import ops_in_section
 from secc.ir.analysis.dataflow import get_number
@@ -18,16 +18,34 @@ def count_stackable_layers(graph: GraphOp, section: SectionOp, measured: int) ->
     declared number.
     """
     most_layers = Counter[str]()  # runs of layers by block, in the case with most of them
-    for case in graph.cases:
-        most_layers |= _count_called_layers(
-            graph, [op for op in ops_in_section(case, section.sym.data) if isinstance(op, CallOp)]
-        )
+    for calls in _calls_by_case(graph, section):
+        layer_runs = Counter[str]()
+        for path, runs in _find_layer_calls(graph, calls):
+            layer_runs[path] += runs
+        most_layers |= layer_runs
     return most_layers.total() or max(measured, count_declared_layers(graph, section))
 
 
-def _count_called_layers(graph: GraphOp, calls: Sequence[CallOp]) -> Counter[str]:
-    """Number of layers that some calls run, by block path: layers of stacks, and numbered blocks that have
-    numbered siblings."""
+def runs_layers_again(graph: GraphOp, section: SectionOp) -> bool:
+    """Whether a forward runs some layers of a section more than once, such as those of a policy that scores
+    two answers in turn. Stages are cut along the calls, so a layer would be on as many stages as it has
+    calls."""
+    return any(
+        times > 1
+        for calls in _calls_by_case(graph, section)
+        for times in Counter(path for path, _ in _find_layer_calls(graph, calls)).values()
+    )
+
+
+def _calls_by_case(graph: GraphOp, section: SectionOp) -> Iterator[list[CallOp]]:
+    """Yields the calls of a section's blocks, for each case."""
+    for case in graph.cases:
+        yield [op for op in ops_in_section(case, section.sym.data) if isinstance(op, CallOp)]
+
+
+def _find_layer_calls(graph: GraphOp, calls: Sequence[CallOp]) -> list[tuple[str, int]]:
+    """The calls that run layers, as (block path, number of layers): of stacks, and of numbered blocks that
+    have numbered siblings."""
     paths = {op.target.data for op in calls}
     numbered_siblings = Counter(
         path.rpartition(".")[0] for path in paths if path.rpartition(".")[2].isdecimal()
@@ -37,14 +55,14 @@ def _count_called_layers(graph: GraphOp, calls: Sequence[CallOp]) -> Counter[str
         for path in paths
         if path.rpartition(".")[2].isdecimal() and numbered_siblings[path.rpartition(".")[0]] > 1
     }
-    open_stacks, layer_runs = {graph.blocks[path].component for path in layers}, Counter[str]()
+    open_stacks, found = {graph.blocks[path].component for path in layers}, list[tuple[str, int]]()
     for op in calls:
         path, block, runs = op.target.data, graph.blocks[op.target.data], int(get_number(op, "layers") or 1)
         if "flops" not in op.attributes and block.component not in open_stacks and block.layers is not None:
             runs = block.layers.data  # not measured: it may hold its component's whole stack
         if runs > 1 or path in layers:
-            layer_runs[path] += runs
-    return layer_runs
+            found.append((path, runs))
+    return found
 
 
 def count_declared_layers(graph: GraphOp, section: SectionOp) -> int:
