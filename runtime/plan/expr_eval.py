@@ -71,17 +71,16 @@ def evaluate_expr_tensor(
     """Returns `evaluate_expr_columns` as an int64 tensor [count], with `most` in place of larger values;
     `columns` are int64 tensors [count]. Raises ValueError like `evaluate_expr`.
     """
+    steps = _split_into_steps(text)
     try:
-        value = _split_into_steps(text).evaluate_tensors(columns)
+        value = steps.evaluate_tensors(columns)
     except KeyError as unknown:
         raise ValueError(
             f"unknown symbol {unknown.args[0]!r} in {text}; expected one of {sorted(columns)}"
         ) from None
-    if value is None:
-        exact = evaluate_expr_columns(
-            text, {name: column.tolist() for name, column in columns.items()}, count
-        )
-        return int_tensor([min(v, most) for v in exact])
+    if value is None:  # it takes Python's integers
+        exact = _compile_column_expr(text)({name: columns[name].tolist() for name in steps.symbols})
+        value = exact if isinstance(exact, int) else int_tensor([v if v < most else most for v in exact])
     if isinstance(value, int):
         return torch.full((count,), min(value, most))
     return value.clamp(max=most)
