@@ -126,6 +126,7 @@ class PredictedCosts:
         self.sample_columns = {name: [s[name] for s in sizes] for name in names}
         # Values of each expression for all samples; the stages of a pipeline mostly share their expressions.
         self._evaluated: dict[str, list[int]] = {}
+        self._evaluated_together: dict[str, dict[tuple[int, ...], int]] = {}  # by expression and micro-batch
         self._subgroup_prices: dict[tuple[str, int], SubgroupPrices] = {}
         # by the user's section and micro-batch: the costs at each stage, None where it is not dealt
         self._dealt: dict[str, dict[tuple[int, ...], list[DealtCosts] | None]] = {}
@@ -196,7 +197,7 @@ class PredictedCosts:
         if not others:
             return forward, backward
         joined = [micro_batches[i] for i in others]
-        together = self.times_of_columns(section, self.micro_batch_columns(joined), len(joined))
+        together = self._undealt_times(section, joined)
         for i, f, b, dealt in zip(others, *together, self.price_dealt(section, joined), strict=True):
             forward[i], backward[i] = (f, b) if dealt is None else (dealt.forward_ns, dealt.backward_ns)
         return forward, backward
@@ -255,8 +256,8 @@ class PredictedCosts:
             for i, samples in enumerate(micro_batches)
             if found[i] is not None and len(samples) <= stages[0].micro_batch
         ]
-        columns, count = self.micro_batch_columns([micro_batches[i] for i in may_divide]), len(may_divide)
-        divided = [map(int.__add__, *self.times_of_columns(s, columns, count)) for s in stages]
+        joined = [micro_batches[i] for i in may_divide]
+        divided = [map(int.__add__, *self._undealt_times(s, joined)) for s in stages]
         for i, *ns in zip(may_divide, *divided, strict=True):
             found[i] = found[i] if best[i] < sum(ns) else None
         return found
@@ -332,7 +333,7 @@ class PredictedCosts:
         if not others:
             return saved
         joined = [micro_batches[i] for i in others]
-        together = self.saved_bytes_of_columns(section, self.micro_batch_columns(joined), len(joined))
+        together = self._evaluate_for_micro_batches(section.cost.saved or "0", joined)
         for i, size, dealt in zip(others, together, self.price_dealt(section, joined), strict=True):
             saved[i] = size if dealt is None else dealt.saved_bytes
         return saved
@@ -356,8 +357,7 @@ class PredictedCosts:
         if all(len(samples) == 1 for samples in micro_batches):
             of_sample = self._evaluate_for_samples(text)
             return [of_sample[p] for (p,) in micro_batches]
-        columns = self.micro_batch_columns(micro_batches)
-        between = evaluate_expr_columns(text, columns, len(micro_batches))
+        between = self._evaluate_for_micro_batches(text, micro_batches)
         of_subgroup = {s.ranks: s.cost.kept_between for s in section.subgroups}
         for i, dealt in enumerate(self.price_dealt(section, micro_batches)):
             if dealt is not None:
@@ -412,6 +412,27 @@ class PredictedCosts:
             else [0] * count
         )
         return evaluate_expr_columns(section.cost.forward_ns, columns, count), backward
+
+    def _undealt_times(
+        self, section: Section, micro_batches: Sequence[Sequence[int]]
+    ) -> tuple[list[int], list[int]]:
+        """Returns (forward, backward) ns of micro-batches that all ranks compute together."""
+        backward = section.cost.backward_ns if owes_backward(section) else "0"
+        return (
+            self._evaluate_for_micro_batches(section.cost.forward_ns, micro_batches),
+            self._evaluate_for_micro_batches(backward, micro_batches),
+        )
+
+    def _evaluate_for_micro_batches(self, text: str, micro_batches: Sequence[Sequence[int]]) -> list[int]:
+        """Returns the value of an expression for each micro-batch. Stages share expressions, and the orders
+        that are tried have the same micro-batches, so known values are looked up."""
+        known = self._evaluated_together.setdefault(text, {})
+        keys: list[tuple[int, ...]] = [tuple(samples) for samples in micro_batches]
+        if new := [key for key in dict.fromkeys(keys) if key not in known]:
+            known |= zip(
+                new, evaluate_expr_columns(text, self.micro_batch_columns(new), len(new)), strict=True
+            )
+        return list(map(known.__getitem__, keys))
 
     def _evaluate_for_samples(self, text: str) -> list[int]:
         if text not in self._evaluated:

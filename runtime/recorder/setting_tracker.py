@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from secc.runtime.sections.module_settings import (
@@ -32,6 +33,7 @@ class SettingTracker:
         self._modules, self._paths = modules, {id(m): path for path, m in modules.items()}
         self._original: dict[tuple[str, str], Any] = {}
         self._current: dict[tuple[str, str], Any] = {}
+        self._parameters = dict[str, list[tuple[str, nn.Parameter]]]()  # by path of a block
         parameters = [p for m in modules.values() for p in m.parameters(recurse=False)]
         self._needs_gradient = {id(p): (p, p.requires_grad) for p in parameters}
 
@@ -64,11 +66,15 @@ class SettingTracker:
 
     def _gradient_settings(self, path: str) -> Iterator[ModuleSetting]:
         """Yield the settings of parameters of the block that forward has frozen or thawed."""
-        if all(p.requires_grad is value for p, value in self._needs_gradient.values()):
-            return
-        own = list(self._modules[path].named_parameters())
+        if path not in self._parameters:
+            self._parameters[path] = list(self._modules[path].named_parameters())
+        own = self._parameters[path]
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # reading an attribute is a call, which the recording intercepts
+            changed = [(n, p.requires_grad) for n, p in own if self.is_changed(p)]
         for value in (False, True):
-            names = [n for n, p in own if self.is_changed(p) and p.requires_grad is value]
+            names = [n for n, needs_gradient in changed if needs_gradient is value]
             if names:
                 yield PARAMETERS_NEED_GRADIENTS, value, *(names if len(names) < len(own) else ())
 
