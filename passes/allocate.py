@@ -103,9 +103,9 @@ class SolvedAllocation:
         return PlanEvaluator(self.work, self.problem, self.run_ahead, self.known)
 
     def take_solution(self) -> RefinedPlan:
-        """Returns the solver's plan, with its simulated step."""
+        """Returns the solver's plan, with an estimate of its simulated step."""
         found = self.solution.assignment
-        evaluation = self.make_evaluator().evaluate(found, assign_ranks(self.problem, found))
+        evaluation = self.make_evaluator().estimate(found, assign_ranks(self.problem, found))
         return RefinedPlan(found, evaluation, self.solution.time_ns, 1)
 
 

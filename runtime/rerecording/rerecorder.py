@@ -166,8 +166,8 @@ class Rerecorder:
         }
         self._known_symbols = [s for s in plan.symbols if not is_tensor_label(s.key)]
         self._cases = [RecordedCase(c) for c in plan.recorded]
-        self._recorder: Recorder | None = None
-        self._sections: Sequence[SectionModule] = ()
+        self._built: tuple[nn.Module, Sequence[SectionModule]] | None = None
+        self._recorder: Recorder | None = None  # which copies the model
         self._cache = RecordingCache[MicroBatchRecording]()
         # By pattern: whether all whole recordings so far had no unused calls, so that forward's calls can be
         # numbered as the plan's are. A pattern without a whole recording is missing.
@@ -249,7 +249,7 @@ class Rerecorder:
         none."""
         pattern = self._optional.intersection(batch)
         cases = self._cases_of_pattern(pattern)
-        sections = [s for s in self._ensure_recorder() if section in ("", s.name)] if cases else []
+        sections = [s for s in self._ensure_model()[1] if section in ("", s.name)] if cases else []
         active = (s for s in sections if is_active(self._predicates[s.name], pattern))
         section_cases = [to_rerecord for s in active if (to_rerecord := s.cases_to_rerecord(batch))]
         if not section_cases:
@@ -261,16 +261,19 @@ class Rerecorder:
         last_call = max(c.last_call_number(wanted) for c in cases)
         return _RecordingRequest(pattern, section_cases, labels, last_call)
 
-    def _ensure_recorder(self) -> Sequence[SectionModule]:
-        if self._recorder is None:
+    def _ensure_model(self) -> tuple[nn.Module, Sequence[SectionModule]]:
+        if self._built is None:
             model = self._build_model()
-            self._sections = self._build_sections(model)
-            self._recorder = Recorder(
-                model, {*self.plan.fused, *(b for s in self.plan.sections for b in s.blocks)}
-            )
+            self._built = model, self._build_sections(model)
+        return self._built
+
+    def _ensure_recorder(self) -> Recorder:
+        if self._recorder is None:
+            blocks = (b for s in self.plan.sections for b in s.blocks)
+            self._recorder = Recorder(self._ensure_model()[0], {*self.plan.fused, *blocks})
             self._recorder.keeps_scalars = any(c.keeps_scalars for c in self._cases)
             self._recorder.kept_tensors = [o.name for o in self.plan.outputs]
-        return self._sections
+        return self._recorder
 
     def _recall_or_record(
         self, batch: Mapping[str, Any], samples: int, request: _RecordingRequest
@@ -293,7 +296,6 @@ class Rerecorder:
         self, batch: Mapping[str, Any], samples: int, request: _RecordingRequest
     ) -> MicroBatchRecording:
         """Record as little of a micro-batch as its request needs."""
-        self._ensure_recorder()
         cases = self._cases_of_pattern(request.pattern)
         numbered = self._has_planned_calls.get(request.pattern, False)
         rules: ResultShapes = {}
@@ -331,9 +333,8 @@ class Rerecorder:
     def _record_outline(
         self, batch: Mapping[str, Any], samples: int, rules: Any, until: int | None
     ) -> Outline:
-        assert self._recorder is not None
         self.recording_count += 1
-        recording = fold_joins(self._recorder.record(batch, rules, until))
+        recording = fold_joins(self._ensure_recorder().record(batch, rules, until))
         loops = any(c.has_loops for c in self._cases_of_pattern(self._optional.intersection(batch)))
         return Outline.of_recording(
             roll_loss_loops(recording, samples == 1) if loops and not recording.ends_early else recording

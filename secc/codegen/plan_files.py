@@ -18,7 +18,7 @@ from secc.codegen.section_modules import (
     render_section_module,
     render_terms_module,
 )
-from secc.ir.dialect.ops import graph_of
+from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.runtime.plan.schema import Plan, Section, plan_to_json
 from secc.runtime.training.machine_check import gpu_kind_of
 
@@ -54,21 +54,31 @@ def build_section_files(plan: Plan, module: ModuleOp, constants: Mapping[str, to
     package = '"""The sections of this plan: the user\'s blocks in order, and the ops between them."""\n'
     files: PlanFiles = {"sections/__init__.py": package}
     files |= {plan.find_section(s.sym.data).module: render_section_module(graph, s) for s in graph.sections}
-    files["sections/terms.py"] = render_terms_module(graph)
     if graph.rewrites:
         files["sections/fused.py"] = render_fused_module(graph)
-    read = sorted(
-        {
-            key
-            for s in [*(s.sym.data for s in graph.sections), TERMS_SECTION]
-            for key in constants_of(graph, s)
-        }
-    )
-    if read:
-        buffer = io.BytesIO()
-        torch.save({key: constants[key] for key in read}, buffer)
-        files["sections/constants.pt"] = buffer.getvalue()
-    return files
+    names = [*(s.sym.data for s in graph.sections), TERMS_SECTION]
+    return files | _terms_file(graph) | _constants_file(graph, names, constants)
+
+
+def build_terms_files(module: ModuleOp, constants: Mapping[str, torch.Tensor]) -> PlanFiles:
+    """The module of loss terms alone, with the constants that it reads."""
+    graph = graph_of(module)
+    return _terms_file(graph) | _constants_file(graph, [TERMS_SECTION], constants)
+
+
+def _terms_file(graph: GraphOp) -> PlanFiles:
+    return {"sections/terms.py": render_terms_module(graph)}
+
+
+def _constants_file(
+    graph: GraphOp, sections: Sequence[str], constants: Mapping[str, torch.Tensor]
+) -> PlanFiles:
+    read = sorted({key for s in sections for key in constants_of(graph, s)})
+    if not read:
+        return {}
+    buffer = io.BytesIO()
+    torch.save({key: constants[key] for key in read}, buffer)
+    return {"sections/constants.pt": buffer.getvalue()}
 
 
 def render_rank_file(plan: Plan, rank: int) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from secc.codegen.plan_files import build_terms_files
+from secc.codegen.plan_writer import write_plan_files
 from secc.driver.batch_of_one import describe_fault_of_one, find_fault_of_one
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
@@ -183,8 +185,9 @@ def _check_drawn_rows(compiled: CompiledPlan) -> CompiledPlan:
     if not any(isinstance(op, PlacedRowsOp) for op in compiled.module.walk()):
         return compiled
     with tempfile.TemporaryDirectory() as name:
-        compiled.write_sections(Path(name) / "plan")
-        placed = find_placed_rows(load_plan_module(Path(name) / "plan" / "sections" / "terms.py"))
+        directory = Path(name) / "plan"
+        write_plan_files(directory, build_terms_files(compiled.module, compiled.constants))
+        placed = find_placed_rows(load_plan_module(directory / "sections" / "terms.py"))
 
     def check(name: str, sample: Mapping[str, Any]) -> None:
         batch = compiled.user.collate([sample])
