@@ -193,12 +193,12 @@ def search_layouts(
     }
     layers = {path: m for path, m, degrees in wanted if (path, degrees) not in found}
     if layers:
-        observer = CallCollector(
-            {p: layers[p] for p in {layer_key(m): p for p, m in reversed(layers.items())}.values()}
-        )
+        first = {layer_key(m): p for p, m in reversed(layers.items())}  # of equal layers
+        observer = CallCollector({p: layers[p] for p in first.values()})
         if subject.model is not None:
             observer.run_model(subject.model, subject.user, subject.survey)
         observer.run_blocks_on_meta(graph, meta, subject.samples)
+        observer.share_calls({path: first[layer_key(layer)] for path, layer in layers.items()})
         seeker = _LayoutSearcher(
             meta,
             subject.model,

@@ -73,6 +73,10 @@ class CallCollector:
                         break
                     self._run_block(op, model, sizes, inside, example)
 
+    def share_calls(self, equals: Mapping[str, str]) -> None:
+        """Gives modules the calls of equal ones. `equals` has the path of the equal module for each path."""
+        self.calls |= {path: self.calls[other] for path, other in equals.items() if other in self.calls}
+
     def _run_block(
         self,
         op: CallOp,
