@@ -47,8 +47,13 @@ class Pins:
         """Replica counts to consider. Raises UserError for a pinned one above `most`."""
         pinned = self.pinned_number(section, "dp")
         if pinned is not None and pinned > most:
+            own = self.numbers.get(section, {})
+            others = [
+                f"{section}.{key}={own[key]}" for key in ("tp", "pp", "cp", "ep") if own.get(key, 1) > 1
+            ]
+            given = f" with {' and '.join(others)}" if others else ""
             raise UserError(
-                f"{section}.dp={pinned} is impossible: there are ranks and samples for at most {most}",
+                f"{section}.dp={pinned}{given} is impossible: there are ranks and samples for at most {most}",
                 remedy=f"set {section}.dp to at most {most}, or give more ranks and a larger global batch",
             )
         return self.number_choices(section, "dp", free)
@@ -176,14 +181,18 @@ class Pins:
 
 
 def parse_pins(texts: Iterable[str], sections: Iterable[str], refused: Iterable[str] = ()) -> Pins:
-    """Parses pins of the form NAME.KEY=VALUE. Raises UserError for an unknown form, section, key or value."""
+    """Parses pins of the form NAME.KEY=VALUE. Raises UserError for an unknown form, section, key or value, and
+    for two values of a key."""
     names = list(sections)
     values: dict[str, dict[str, int]] = {}
     words: dict[str, dict[str, str]] = {}
     together: list[tuple[str, str]] = []
     expert_loads: dict[str, float] = {}
+    given: dict[tuple[str, str], str] = {}
     for text in texts:
         section, key, value = _split_pin(text, names)
+        if key != "with" and (earlier := given.setdefault((section, key), text)) != text:
+            raise UserError(f"{earlier} and {text} contradict each other", remedy="leave one of them out")
         if key == "with":
             if value not in names or value == section:
                 raise UserError(

@@ -280,8 +280,15 @@ def _vector_length(value: Any) -> Iterator[tuple[int, bool]]:
 
 
 def _has_only_sequences(sample: Mapping[str, Any]) -> bool:
-    """Whether a sample has only sequences and numbers, so that any window of its tokens will do."""
-    return all(getattr(v, "ndim", 0) <= 1 for v in sample.values())
+    """Whether a sample has only sequences and numbers, so that any window of its tokens will do. Tokens may
+    belong to the entries of a list of tensors (a ranking of answers)."""
+    return not any(getattr(v, "ndim", 0) > 1 or _is_nested(v) for v in sample.values())
+
+
+def _is_nested(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(hasattr(v, "ndim") or isinstance(v, (list, tuple, Mapping)) for v in value)
+    return isinstance(value, Mapping)
 
 
 def _crop_sample(sample: Sample, k: int, n: int) -> Sample:

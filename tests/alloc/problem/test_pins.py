@@ -96,3 +96,12 @@ def test_refused_choices_are_not_considered_again() -> None:
         1,
         4,
     ]
+
+
+def test_pins_that_cannot_hold_together_are_named_together() -> None:
+    with pytest.raises(UserError, match="lm.pp=2 and lm.pp=4 contradict each other"):
+        parse_pins(["lm.pp=2", "lm.tp=2", "lm.pp=4"], SECTIONS)
+    assert parse_pins(["lm.pp=2", "lm.pp=2"], SECTIONS).numbers == {"lm": {"pp": 2}}
+    pins = parse_pins(["lm.pp=2", "lm.tp=2", "lm.dp=3"], SECTIONS)
+    with pytest.raises(UserError, match="lm.dp=3 with lm.tp=2 and lm.pp=2 is impossible: .* at most 1"):
+        pins.dp_choices("lm", 1, [1])

@@ -280,3 +280,17 @@ def collate(samples): return {{"x": torch.stack([s["x"] for s in samples])}}
     with pytest.raises(UserError, match=r"is another sample .*: 'noise' differs") as error:
         survey_dataset(user)
     assert error.value.where == f"{path}:12" and error.value.remedy
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_sequences_keep_the_length_of_a_list_of_tensors_that_they_belong_to(user_of: UserOf, nested: bool):
+    """A ranking of a sample's answers is no text, of which any window will do."""
+    answers = [[torch.arange(1, 4 + k) for k in range(2 + i % 4)] for i in range(30)]
+    samples = [
+        {"rank": torch.randperm(len(a)), "answers": {"given": a} if nested else a, "n": i}
+        for i, a in enumerate(answers)
+    ]
+    found = survey_dataset(user_of(samples, collate=lambda samples: {"n": torch.zeros(len(samples))}))
+    for sample in (s for batch in found.compose_batches(frozenset(), even=True) for s in batch):
+        given = sample["answers"]["given"] if nested else sample["answers"]
+        assert len(sample["rank"]) == len(given)
