@@ -25,6 +25,7 @@ from xdsl.passes import ModulePass
 
 from secc import __version__, process_map
 from secc.alloc.problem.build_problem import PARALLEL_PRICING_RANKS
+from secc.alloc.problem.pins import refuse_contradicting_pins
 from secc.cluster import parse_cluster
 from secc.codegen import plan_builder as plan_codegen
 from secc.codegen.fused_module import plan_rewrites, render_fused_module
@@ -287,6 +288,7 @@ def _validate_options(options: CompileOptions) -> None:
     for step in build_pipeline(options):
         if isinstance(step, Allocate):
             step.check_choices()
+    refuse_contradicting_pins(options.set)
     compute_dtype(options.dtype)
     numbers = (
         ("--global-batch", options.global_batch),

@@ -180,19 +180,25 @@ class Pins:
         return ", ".join(pins + [f"{s}.{EXPERT_LOAD}={n:g}" for s, n in self.expert_loads.items()])
 
 
+def refuse_contradicting_pins(texts: Iterable[str]) -> None:
+    """Raises UserError if a user pins two values of one key of a section."""
+    given: dict[str, str] = {}
+    for text in texts:
+        key = text.partition("=")[0]
+        if not key.endswith(".with") and (earlier := given.setdefault(key, text)) != text:
+            raise UserError(f"{earlier} and {text} contradict each other", remedy="leave one of them out")
+
+
 def parse_pins(texts: Iterable[str], sections: Iterable[str], refused: Iterable[str] = ()) -> Pins:
-    """Parses pins of the form NAME.KEY=VALUE. Raises UserError for an unknown form, section, key or value, and
-    for two values of a key."""
+    """Parses pins of the form NAME.KEY=VALUE; the last value of a key counts. Raises UserError for an unknown
+    form, section, key or value."""
     names = list(sections)
     values: dict[str, dict[str, int]] = {}
     words: dict[str, dict[str, str]] = {}
     together: list[tuple[str, str]] = []
     expert_loads: dict[str, float] = {}
-    given: dict[tuple[str, str], str] = {}
     for text in texts:
         section, key, value = _split_pin(text, names)
-        if key != "with" and (earlier := given.setdefault((section, key), text)) != text:
-            raise UserError(f"{earlier} and {text} contradict each other", remedy="leave one of them out")
         if key == "with":
             if value not in names or value == section:
                 raise UserError(

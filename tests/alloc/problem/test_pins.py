@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from secc.alloc.problem.pins import parse_pins
+from secc.alloc.problem.pins import parse_pins, refuse_contradicting_pins
 from secc.errors import UserError
 
 SECTIONS = ["model.vision", "lm"]
@@ -99,9 +99,9 @@ def test_refused_choices_are_not_considered_again() -> None:
 
 
 def test_pins_that_cannot_hold_together_are_named_together() -> None:
-    with pytest.raises(UserError, match="lm.pp=2 and lm.pp=4 contradict each other"):
-        parse_pins(["lm.pp=2", "lm.tp=2", "lm.pp=4"], SECTIONS)
-    assert parse_pins(["lm.pp=2", "lm.pp=2"], SECTIONS).numbers == {"lm": {"pp": 2}}
+    with pytest.raises(UserError, match=r"lm\.pp=2 and lm.pp=4 contradict each other"):
+        refuse_contradicting_pins(["lm.pp=2", "lm.tp=2", "lm.pp=4"])
+    refuse_contradicting_pins(["lm.pp=2", "lm.pp=2", "lm.with=vision", "lm.with=audio"])
     pins = parse_pins(["lm.pp=2", "lm.tp=2", "lm.dp=3"], SECTIONS)
-    with pytest.raises(UserError, match="lm.dp=3 with lm.tp=2 and lm.pp=2 is impossible: .* at most 1"):
+    with pytest.raises(UserError, match=r"lm\.dp=3 with lm\.tp=2 and lm\.pp=2 is impossible: .* at most 1"):
         pins.dp_choices("lm", 1, [1])
