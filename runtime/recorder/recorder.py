@@ -758,7 +758,8 @@ class Recorder:
 
     def _run_layer(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a layer inside a block that runs for its shapes. Of 64 equal layers only one is run."""
-        if any(m._forward_hooks for m in module.modules() if m is not module):
+        inside = (hook for m in module.modules() if m is not module for hook in m._forward_hooks.values())
+        if not all(map(forward_hooks.is_idle_collector, inside)):
             return module._call_impl(*args, **kwargs)  # hooks inside the layer must see its calls
         try:
             nested_values.encode_arguments((args, kwargs), lambda t: None)

@@ -8,6 +8,7 @@ itself.
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,17 @@ _LIBRARY_PREFIXES = ("transformers.", "peft.", "accelerate.")
 def is_output_collector(hook: Any) -> bool:
     """Whether a hook is one that Hugging Face uses to collect results for a caller."""
     return _module_name_of(hook) == _COLLECTOR_MODULE
+
+
+def is_idle_collector(hook: Any) -> bool:
+    """Whether a hook is such a collector, and the caller wants nothing now that it could collect: a model of
+    Hugging Face's that is asked for hidden states has hooks for attention weights, too."""
+    module = sys.modules.get(_COLLECTOR_MODULE)
+    if module is None or not is_output_collector(hook):
+        return False
+    wanted = module._active_collector.get()
+    enclosed = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
+    return wanted is None or ("key" in enclosed and enclosed["key"].cell_contents not in wanted)
 
 
 def _module_name_of(hook: Any) -> str:

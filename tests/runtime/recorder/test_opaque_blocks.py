@@ -4,6 +4,7 @@ numbers, coupled samples."""
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -377,3 +378,40 @@ def test_the_only_entry_of_a_list_may_be_a_blocks_only_argument() -> None:
     batch = flatten_batch({"pages": [BATCH["x"]]}, lists={"pages": 1})
     (call,) = record_forward(ListedOneByOne(), batch, ["encode"]).block_calls
     assert next(iter(call.users)).meta["shape"] == (4, 2)
+
+
+def test_equal_layers_run_once_where_hooks_inside_collect_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face's models have hooks for attention weights, also where only hidden states are wanted."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+    from transformers.models.clip.modeling_clip import CLIPAttention
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = CLIPVisionConfig(
+                hidden_size=8,
+                intermediate_size=8,
+                num_attention_heads=2,
+                num_hidden_layers=6,
+                image_size=8,
+                patch_size=4,
+            )
+            self.tower: Any = CLIPVisionModel(config)
+
+        def forward(self, pixels: torch.Tensor, weights: bool = False) -> torch.Tensor:
+            found = self.tower(pixels, output_hidden_states=True, output_attentions=weights)
+            return found.hidden_states[3].sum() + sum(a.sum() for a in found.attentions or ())
+
+    runs, forward = list[str](), CLIPAttention.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runs.append("attention")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(CLIPAttention, "forward", counted)
+    batch = {"pixels": torch.randn(2, 3, 8, 8)}
+    record_forward(Model(), batch, ["tower"])
+    assert len(runs) == 1
+    runs.clear()
+    record_forward(Model(), batch | {"weights": True}, ["tower"])
+    assert len(runs) == 6
