@@ -231,3 +231,25 @@ def test_norms_on_parts_of_the_sequence_are_exact_and_keep_less(config: Any, cou
     assert bytes_of(found.sequence_styles(False)) < (0.9, 0.75)[count == 4] * bytes_of(
         found.layer_styles(False)
     )
+
+
+class MapsAndFeedForward(nn.Module):
+    """Attention that returns its maps, as distillation wants them, and a feed-forward layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4).unbind()
+        maps = (q @ k.mT).softmax(-1)
+        x = x + self.out((maps @ v).transpose(1, 2).flatten(2))
+        return x + self.down(self.up(x).relu()), maps
+
+
+def test_attention_that_returns_its_maps_stays_whole_and_blames_no_number_of_heads() -> None:
+    found, plain, shapes = shown(MapsAndFeedForward(), torch.randn(2, 5, WIDTH))
+    assert set(found.column_parallel) == {"up"} and set(found.row_parallel) == {"down"}
+    assert found.unsplit_reasons["qkv"].kind is UnsplitKind.LEAVES_IN_PARTS
+    assert plain.reason is None or shapes.reason is None

@@ -138,9 +138,11 @@ class _MappingSearch:
     )
 
     def keep_whole(self, paths: Iterable[str], reason: UnsplitReason) -> None:
+        # What leaves the module has passed all of its code, so the places of the cuts were right.
+        hints = {} if reason.kind is UnsplitKind.LEAVES_IN_PARTS else self.hints
         for path in paths:
             if self.column_parallel.pop(path, None) is not None:
-                self.unsplit_reasons[path] = self.hints.get(path, reason)
+                self.unsplit_reasons[path] = hints.get(path, reason)
 
 
 def find_mapping(
