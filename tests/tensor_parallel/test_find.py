@@ -56,9 +56,9 @@ QWEN3 = T.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8)
 GPT2 = T.GPT2Config(n_embd=WIDTH, n_layer=2, n_head=4, vocab_size=64)
 PHI3 = T.Phi3Config(**SMALL, num_key_value_heads=4, pad_token_id=0)
 NEOX = T.GPTNeoXConfig(**SMALL)
-MIXTURE = T.Qwen3MoeConfig(
-    **SMALL, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-)
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HEADS: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
+MIXTURE = T.Qwen3MoeConfig(**SMALL, **EXPERTS, **HEADS)
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN3, GPT2, PHI3, NEOX], ids=lambda c: c.model_type)
