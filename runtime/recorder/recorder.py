@@ -70,6 +70,7 @@ from secc.runtime.recorder.interception import (
     intercept_module_calls,
     without_distribution_validation,
 )
+from secc.runtime.recorder.operand_dtypes import require_one_dtype
 from secc.runtime.recorder.recorded_modules import RecordedModules
 from secc.runtime.recorder.recording import (
     BlockError,
@@ -410,6 +411,7 @@ class Recorder:
 
     def on_glue_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record an op between blocks."""
+        require_one_dtype(func, args)
         if makes_nested_tensor(func, args, kwargs):
             self.fail(_NESTED_MESSAGE, _NESTED_REMEDY)
         self._touched.mark_used((args, kwargs))
@@ -442,6 +444,7 @@ class Recorder:
 
     def on_block_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op inside a block that runs for its shapes."""
+        require_one_dtype(func, args)
         self._watch.observe_op(func, args, kwargs)
         if self._uses_random_values and self._running[0]:
             return self._run_op_on_random_values(func, args, kwargs)
