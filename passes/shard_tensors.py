@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from xdsl.context import Context
 from xdsl.dialects.builtin import ArrayAttr, ModuleOp
@@ -137,18 +138,20 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
 def _why_mostly_whole(
     graph: GraphOp, section: SectionOp, tp: int, cuts: Sequence[CutOp]
 ) -> UnsplitAttr | None:
-    """Why blocks with most of a section's parameters stay whole, although the search without values, by which
-    allocation goes, found them divisible; None if they do not."""
+    """Why most of a section's parameters stay whole, although the search without values, by which allocation
+    goes, found their blocks divisible; None if they do not. Layers of a block count alike."""
     computing = {"colwise", "experts", *WHOLE_EXPERTS}
-    split = {cut.block.data for cut in cuts if any(style.kind.data in computing for style in cut.styles)}
+    left, first = Fraction(0), list[UnsplitAttr]()
     blocks = [graph.blocks[path] for path in strings_of(section.blocks)]
-    whole = [b for b in blocks if b.path.data not in split and tp in (declared_tp(graph, b.path.data) or ())]
-    if 2 * sum(b.params.data for b in whole) <= sum(b.params.data for b in blocks):
-        return None
-    paths = {block.path.data for block in whole}
-    return next(
-        (r for cut in cuts if cut.block.data in paths for r in cut.whole if not cut.shards.data), None
-    )
+    for block in blocks:
+        if tp not in (declared_tp(graph, block.path.data) or ()):
+            continue
+        own = [cut for cut in cuts if cut.block.data == block.path.data]
+        split = sum(any(style.kind.data in computing for style in cut.styles) for cut in own)
+        whole = [cut for cut in own if cut.whole.data and not cut.styles.data and not cut.shards.data]
+        left += Fraction(len(whole), split + len(whole)) * block.params.data if split else block.params.data
+        first += [reason for cut in whole for reason in cut.whole]
+    return next(iter(first), None) if 2 * left > sum(b.params.data for b in blocks) else None
 
 
 def _cuts_of_section(graph: GraphOp, section: SectionOp) -> list[CutOp]:

@@ -113,7 +113,10 @@ SENTENCES: dict[UnsplitKind, str] = {
     UnsplitKind.WHOLE_ACTIVATIONS: "it gets whole activations",
     UnsplitKind.OUTPUTS_UNUSED: "no module takes its outputs split",
     UnsplitKind.NOT_CALLED: "it was not called during compilation",
-    UnsplitKind.TOO_LARGE: "it is too large to be shown exact during compilation: define small_model()",
+    UnsplitKind.TOO_LARGE: (
+        "it is too large to be shown exact during compilation: small_model() should have a layer of its class"
+        " with the same linear maps"
+    ),
     UnsplitKind.SMALL: "it is small",
     UnsplitKind.READ_BY_OTHER_CODE: "its parameter is read by code outside of its forward",
     UnsplitKind.TAKEN_FROM_INSIDE: "a result from inside of it (attention weights) is returned past it",
