@@ -53,8 +53,8 @@ _extreme_coins: ContextVar[ExtremeCoins | None] = ContextVar("extreme_coins", de
 
 @dataclass
 class ExtremeCoins:
-    """Inside of this context, calls that draw few uniform numbers or coins for a sample draw those close to 0
-    or 1: what a model does for few of its samples happens to half of them.
+    """While these are in use, a call that draws few uniform numbers or coins for a sample draws numbers close
+    to 0 or to 1, each for about half of the samples. What forward does for rare draws happens often then.
 
     number: chooses the samples and calls that draw close to 0; for 2k + 1 they are those that draw close to 1
     for 2k. were_drawn: there was such a call.

@@ -68,8 +68,9 @@ def is_uniform(func: Any) -> bool:
 
 
 def push_to_ends(func: Any, args: Any, kwargs: Any, bits: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return bits for an op of `is_uniform` whose numbers are the lowest 0.1% of what it may draw where `low`
-    (bool, of the shape of `bits`), else the highest 0.1%, in the order of those of `bits`."""
+    """Return the random bits of a uniform op (`is_uniform`), changed so that it draws from the lowest 0.1% of
+    its range where `low` is true, and from the highest 0.1% elsewhere. `low` has the shape of `bits`; entries
+    pushed to the same end keep their order."""
     pushed = (bits >> _END_DIGITS) & (1 << 64 - _END_DIGITS) - 1
     pushed = torch.where(low, pushed, ~pushed)
     given = named_arguments(func, args, kwargs)

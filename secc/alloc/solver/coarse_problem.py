@@ -31,16 +31,16 @@ def coarsen_problem(problem: Problem) -> Problem:
         return c.with_fields(
             time_ns=round_up(c.time_ns),
             idle_ns=round_up(c.time_ns) - round_up(c.busy_ns),
-            memory=mebibytes(c.memory) << 20,
-            memory_ahead=mebibytes(c.memory_ahead) << 20,
+            memory=round_up_to_mebibytes(c.memory) << 20,
+            memory_ahead=round_up_to_mebibytes(c.memory_ahead) << 20,
         )
 
     sections = {s: tuple(map(coarsen_candidate, cs)) for s, cs in problem.sections.items()}
     edges = tuple(
         replace(
             e,
-            sent_bytes=_round_up_to_mebibytes(e.sent_bytes),
-            returned_bytes=_round_up_to_mebibytes(e.returned_bytes),
+            sent_bytes=_round_sizes_up(e.sent_bytes),
+            returned_bytes=_round_sizes_up(e.returned_bytes),
             **round_up_fields(e, "latency_ns", "slack_ns", "independent_ns", "message_ns", "round_trip_ns"),
         )
         for e in problem.edges
@@ -49,10 +49,10 @@ def coarsen_problem(problem: Problem) -> Problem:
     return replace(problem, sections=sections, edges=edges, deadline=deadline)
 
 
-def _round_up_to_mebibytes(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(mebibytes(size) << 20 for size in sizes)
+def _round_sizes_up(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(round_up_to_mebibytes(size) << 20 for size in sizes)
 
 
-def mebibytes(size: int) -> int:
+def round_up_to_mebibytes(size: int) -> int:
     """Returns bytes in MiB, rounded up."""
     return -(-size >> 20)

@@ -57,7 +57,7 @@ from typing import Any
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.types import Assignment, Problem, Solution
 from secc.alloc.solver import subproblem as parts
-from secc.alloc.solver.coarse_problem import coarsen_problem, mebibytes, time_unit
+from secc.alloc.solver.coarse_problem import coarsen_problem, round_up_to_mebibytes, time_unit
 from secc.alloc.solver.deferred_pandas import deferred_pandas
 from secc.alloc.solver.greedy_start import greedy_assignment
 
@@ -350,7 +350,7 @@ class AllocationModel:
         for g in self.names if offloading else ():
             parts: list[Any] = []
             for s in (s for s in offloading if (s, g) in self.y):
-                sizes = [mebibytes(c.host_memory) for c in self.problem.sections[s]]
+                sizes = [round_up_to_mebibytes(c.host_memory) for c in self.problem.sections[s]]
                 part = self.cp.new_int_var(0, max(sizes), f"h[{s},{g}]")
                 self.cp.add(part >= self._chosen_value(s, sizes)).only_enforce_if(self.y[s, g])
                 parts.append(part)
@@ -382,9 +382,9 @@ class AllocationModel:
         """(MiB of a section on a rank, largest possible value): its own, more with consumers on other
         ranks, and messages."""
         candidates = self.problem.sections[section]
-        most = max(mebibytes(max(c.memory, c.memory_ahead)) for c in candidates)
+        most = max(round_up_to_mebibytes(max(c.memory, c.memory_ahead)) for c in candidates)
         own = self.cp.new_int_var(0, most, f"m[{section}]")
-        self.cp.add(own >= self._chosen_value(section, [mebibytes(c.memory) for c in candidates]))
+        self.cp.add(own >= self._chosen_value(section, [round_up_to_mebibytes(c.memory) for c in candidates]))
         total = own
         for e in self.problem.edges:
             if section not in (e.src, e.dst):
@@ -392,12 +392,17 @@ class AllocationModel:
             # Messages take memory only between ranks, at the producer and at the consumer. A producer also
             # runs ahead of a consumer elsewhere and holds more micro-batches (`memory_ahead`).
             apart = self.a[e.src, e.dst]
-            held = [mebibytes(b) for b in (e.sent_bytes if section == e.src else e.returned_bytes)]
+            held = [
+                round_up_to_mebibytes(b) for b in (e.sent_bytes if section == e.src else e.returned_bytes)
+            ]
             messages = self.cp.new_int_var(0, max(held), f"messages[{section},{e.src},{e.dst}]")
             self.cp.add(messages >= self._chosen_value(section, held)).only_enforce_if(apart)
             if section == e.src:
                 self.cp.add(
-                    own >= self._chosen_value(section, [mebibytes(c.memory_ahead) for c in candidates])
+                    own
+                    >= self._chosen_value(
+                        section, [round_up_to_mebibytes(c.memory_ahead) for c in candidates]
+                    )
                 ).only_enforce_if(apart)
             total, most = total + messages, most + max(held)
         return total, most

@@ -54,24 +54,24 @@ class KnownRecordings:
         if known is not None:
             return known.copy()
         recording = self._recorder.record(b.batch)
-        self.keep(b, recording)
+        self.keep_recording(b, recording)
         return recording.copy() if self._find(b) is recording else recording
 
-    def learn(self, b: ProbeBatch) -> None:
+    def record_ahead(self, b: ProbeBatch) -> None:
         """Records a micro-batch that will be asked for."""
         if self._find(b) is None:
-            self.keep(b, self._recorder.record(b.batch))
+            self.keep_recording(b, self._recorder.record(b.batch))
 
-    def keep(self, b: ProbeBatch, recording: Recording) -> None:
+    def keep_recording(self, b: ProbeBatch, recording: Recording) -> None:
         """Keeps the recording of a micro-batch, unless there are many."""
         self._forget_other_blocks()
         self._node_count += len(recording.graph.nodes)
         if self._node_count <= _MOST_NODES:
             self._by_batch[b.key] = recording, b.samples
 
-    def adopt(self, b: ProbeBatch, recording: Recording) -> None:
+    def adopt_recording(self, b: ProbeBatch, recording: Recording) -> None:
         """Keeps the recording of a micro-batch that a copy of this process made."""
-        self.keep(b, self._recorder.adopt_recording(recording))
+        self.keep_recording(b, self._recorder.adopt_recording(recording))
 
     def shapes_of_sample(self, sample: Sample) -> LabelledShapes:
         """Returns the labelled shapes of a sample recorded alone."""

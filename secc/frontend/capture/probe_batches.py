@@ -250,9 +250,9 @@ class ProbeBatches:
             # Which error is reported must not depend on the order: it is met again below.
             with suppress(Exception):
                 for b in left[::2]:
-                    self._known.learn(b)
+                    self._known.record_ahead(b)
             for data, b in zip(serialized(), left[1::2], strict=False):
-                self._known.adopt(b, load_recording(data))
+                self._known.adopt_recording(b, load_recording(data))
         return first + [self._record_batch(b) for b in left]
 
     def _record_serialized(self, batches: Sequence[ProbeBatch]) -> Iterator[bytes]:

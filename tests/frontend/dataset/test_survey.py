@@ -284,7 +284,7 @@ def collate(samples): return {{"x": torch.stack([s["x"] for s in samples])}}
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_sequences_keep_the_length_of_a_list_of_tensors_that_they_belong_to(user_of: UserOf, nested: bool):
-    """A ranking of a sample's answers is no text, of which any window will do."""
+    """A survey may shorten a text to a window of it, but not the ranking of a sample's answers."""
     answers = [[torch.arange(1, 4 + k) for k in range(2 + i % 4)] for i in range(30)]
     samples = [
         {"rank": torch.randperm(len(a)), "answers": {"given": a} if nested else a, "n": i}
