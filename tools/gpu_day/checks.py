@@ -27,17 +27,18 @@ from tools.gpu_day.outcome import Bench, Check, Outcome, set_environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = ("secc", "passes", "runtime", "templates", "tools", "tests/models", "examples")
-MODELS = ("decoder", "distillation", "llava")
 CHECKS = (
     Check("kernels-exact", "fused operators against float64 on 500 shapes", 300, kernels.check_exactness),
     Check("kernels-same-bits", "fused operators twice", 120, kernels.check_same_bits),
     Check("sanitizer", "memory accesses and races of the operators", 300, kernels.check_memory_accesses),
     Check("examples", "the examples against plain PyTorch", 180, training.check_examples),
     Check("zoo", "twenty architectures against plain PyTorch", 300, training.check_zoo),
+    Check("features", "models with unlike operations against plain PyTorch", 400, training.check_features),
     Check("shared-ranks", "several ranks on the card, the same", 300, training.check_shared_ranks),
     Check("same-bits", "a plan twice, and with every launch awaited", 240, training.check_same_bits),
     Check("leaks", "memory over 200 steps", 240, training.check_leaks),
     Check("kernels-compiled", "the operators' launches, compiled and kept", 300, kernels.compile_launches),
+    Check("steps-compiled", "plans of the timed steps", 300, costs.compile_step_plans),
     *(
         Check(
             f"long-{name}",
@@ -45,17 +46,31 @@ CHECKS = (
             580,
             partial(costs.check_long_run, name),
         )
-        for name in MODELS[1:]
+        for name in ("distillation", "llava")
     ),
     Check("card", "the software, and the card with its rates", 90, kernels.describe_card, True),
-    Check("kernel-speed", "fused operators against eager, compiled, Liger", 420, kernels.measure_speed, True),
     *(
-        Check(f"steps-{name}", "a rank's steps and memory", 200, partial(costs.measure_steps, name), True)
-        for name in MODELS
+        Check(
+            f"steps-{name}",
+            "a rank's steps and memory",
+            200,
+            partial(costs.measure_steps, name),
+            True,
+            "steps-compiled",
+        )
+        for name in costs.STEP_MODELS
     ),
     *(
         Check(f"profile-{name}", "costs at sizes held back", 300, partial(costs.measure_profile, name), True)
-        for name in MODELS
+        for name in costs.STEP_MODELS
+    ),
+    Check(
+        "kernel-speed",
+        "fused operators against eager, compiled, Liger",
+        420,
+        kernels.measure_speed,
+        True,
+        "kernels-compiled",
     ),
     Check("links", "rates and links of this machine", 180, costs.measure_links, True),
 )
@@ -79,7 +94,8 @@ def run_all(out: Path, dry: bool, minutes: float, only: Sequence[str] = ()) -> b
     have one and none failed."""
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * minutes
-    chosen = [check for check in CHECKS if not only or check.name in only]
+    needed = {check.needs for check in CHECKS if check.name in only}
+    chosen = [check for check in CHECKS if not only or check.name in {*only, *needed}]
 
     def run(check: Check) -> bool:
         done = _run_if_due(check, out, dry, end)

@@ -26,6 +26,7 @@ from tools.gpu_day.outcome import Bench, Outcome, set_environment
 from tools.train_plain import train_model
 
 MODELS = Path(__file__).parent / "models"
+STEP_MODELS = ("decoder", "distillation", "llava", "mixture")
 STEP_BATCH, PROFILED_STEPS = 4, 3
 MOST_STEP_RATIO, MOST_MEMORY_ERROR, MOST_BLOCK_ERROR = 1.02, 0.05, 0.03
 # Losses of a plan and of plain PyTorch, relative: the limit of docs/guide/exactness.md for the first 20
@@ -33,34 +34,43 @@ MOST_STEP_RATIO, MOST_MEMORY_ERROR, MOST_BLOCK_ERROR = 1.02, 0.05, 0.03
 EARLY_STEPS, EARLY_TOLERANCE, CURVE_TOLERANCE = 20, 1e-4, 2e-2
 
 
+def compile_step_plans(bench: Bench) -> Outcome:
+    """Compiles the plans that `measure_steps` times, all at once while nothing is timed."""
+    os.environ |= _sized("layers", bench)
+    cases = [(name, fuse) for name in STEP_MODELS for fuse in (True, False)]
+    plans = [_step_plan(name, fuse, bench) for name, fuse in cases]
+    with ProcessPoolExecutor(1 if bench.dry else len(cases), get_context("spawn")) as pool:
+        list(pool.map(_compile_for_steps, cases, plans, [bench.dry] * len(cases)))
+    return Outcome({"plans": len(plans)})
+
+
 def measure_steps(name: str, bench: Bench) -> Outcome:
     """Times steps of a few layers of the real sizes by a plan and by hand, in turn, in one process: with the
     same kernels, and with fused ones. Compares the plan's memory with the prediction."""
     found = Outcome()
     os.environ |= _sized("layers", bench)
-    cases = [(name, fuse) for fuse in (True, False)]
-    plans = [bench.folder / f"{name}-{fuse:d}" for _, fuse in cases]
-    with ProcessPoolExecutor(1 if bench.dry else len(cases), get_context("spawn")) as pool:
-        predictions = list(pool.map(_compile_for_steps, cases, plans, [bench.dry] * len(cases)))
-    for (_, fuse), plan, predicted in zip(cases, plans, predictions, strict=True):
+    for fuse in (True, False):
         label = "fused" if fuse else "same kernels"
         try:
-            (measured,) = run_on_ranks(time_rank, plan, 1, 3 if bench.dry else 10)
+            (measured,) = run_on_ranks(time_rank, _step_plan(name, fuse, bench), 1, 3 if bench.dry else 10)
         except EOFError as error:
             found.failures.append(f"{label}: {error!r}"[:500])
             continue
-        _judge_steps(label, measured, predicted, found, judged=not bench.dry, same=not fuse)
+        _judge_steps(label, measured, found, judged=not bench.dry, same=not fuse)
     return found
 
 
-def _compile_for_steps(case: tuple[str, bool], plan: Path, dry: bool) -> float:
-    """Compiles a model file, with fused operators or without; returns the GiB that the plan predicts."""
+def _step_plan(name: str, fuse: bool, bench: Bench) -> Path:
+    """Returns the folder of a plan, which the checks of one run share."""
+    return bench.folder.parent / "step-plans" / f"{name}-{fuse:d}"
+
+
+def _compile_for_steps(case: tuple[str, bool], plan: Path, dry: bool) -> None:
+    """Compiles a model file, with fused operators or without."""
     name, fuse = case
     cluster = "1x1xcpu" if dry else "local:1"
     options = CompileOptions(cluster=cluster, global_batch=STEP_BATCH, fuse=fuse)
-    made = compile_model(MODELS / f"{name}.py", options)
-    made.write_plan(plan, report_page)
-    return max(section.memory_gib for section in made.plan.sections)
+    compile_model(MODELS / f"{name}.py", options).write_plan(plan, report_page)
 
 
 def time_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any) -> None:
@@ -76,6 +86,7 @@ def time_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: An
             train_planned_step()
         if device.type == "cuda":
             figures["memory"] = torch.cuda.max_memory_allocated(device) / 2**30
+            figures["predicted memory"] = max(s.memory_gib for s in context.plan.sections)
         user = load_model_file(context.user_model.path)
         plain = PlainTrainer(user, context.plan.global_batch, device)
         for _ in range(WARM_UP_STEPS):
@@ -112,16 +123,14 @@ def _device_seconds(step: Callable[[], object]) -> float:
     return sum(event.self_device_time_total for event in profile.key_averages()) / PROFILED_STEPS / 1e6
 
 
-def _judge_steps(
-    label: str, measured: Mapping[str, float], predicted: float, found: Outcome, judged: bool, same: bool
-) -> None:
+def _judge_steps(label: str, measured: Mapping[str, float], found: Outcome, judged: bool, same: bool) -> None:
     """Adds the figures of a plan, and what misses the aims."""
     found.figures |= {f"{label} {name}": value for name, value in measured.items()}
-    found.figures[f"{label} predicted memory"] = predicted
     if not judged:
         return
     if same and measured["ratio"] > MOST_STEP_RATIO:
         found.failures.append(f"{label}: {measured['ratio']:.3f} of plain PyTorch's step")
+    predicted = measured["predicted memory"]
     if abs(predicted - measured["memory"]) > MOST_MEMORY_ERROR * measured["memory"]:
         found.failures.append(f"{label}: {predicted:.2f} GiB predicted, {measured['memory']:.2f} measured")
 
@@ -134,6 +143,7 @@ def measure_profile(name: str, bench: Bench) -> Outcome:
     result = subprocess.run(command, env=_sized("layers", bench), capture_output=True, text=True)
     if result.returncode:
         return Outcome(failures=[result.stderr[-500:]])
+    (bench.folder / f"{name}-blocks.json").write_text(result.stdout)
     blocks = json.loads(result.stdout)["blocks"]
     errors = [b[k] for b in blocks for k in ("forward_error", "backward_error") if b[k] is not None]
     found = Outcome({"median error": median(errors), "worst error": max(errors)})

@@ -36,13 +36,14 @@ class Outcome:
 @dataclass(frozen=True)
 class Check:
     """A check by name: what it shows, the seconds after which it is ended, and the function that runs it.
-    `alone`: it measures time, so nothing else runs meanwhile."""
+    `alone`: it measures time, so nothing else runs meanwhile. `needs`: the check that prepares this one."""
 
     name: str
     shows: str
     limit_s: int
     run: Callable[[Bench], Outcome]
     alone: bool = False
+    needs: str = ""
 
 
 def set_environment(variables: Mapping[str, str]) -> dict[str, str]:
