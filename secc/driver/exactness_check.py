@@ -29,6 +29,7 @@ from secc.errors import InexactPlan, NotEnoughMemory, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
 from secc.frontend.capture.result_sizes import find_result_without_padding, find_size_of_values
+from secc.frontend.dataset.light_samples import count_entries, select_light_samples
 from secc.frontend.dataset.padding_policy import WidthsReason
 from secc.frontend.dataset.survey import BATCH_SAMPLE_COUNTS
 from secc.frontend.tp_search.token_mixing import find_coupled_blocks, find_token_mixing
@@ -59,6 +60,8 @@ from secc.runtime.training.one_rank_plan import (
 
 _EXTREME_COINS = 4  # comparisons with coins close to 0 or 1
 _DRAWN_COPIES = 4  # of each sample where random numbers may decide whether padding is read
+# Numbers in the largest tensor of a batch that is compared, where there are lighter samples: 2 GiB.
+_MOST_ENTRIES = 1 << 29
 _MOST_NAMED = 6  # blocks in a message
 _SIZE_REMEDY = (
     "micro-batches have fewer samples and rows than the batch: decide by no number of them; in place of a"
@@ -120,7 +123,11 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
             raise UserError("the model is too large to be shown exact here", str(compiled.user.path), remedy)
         return _leave_uncompared(compiled, "which is too large to be built here")
     limit_threads(compiled.model)
-    compared = compiled
+    light = select_light_samples(compiled.survey, compiled.model, _MOST_ENTRIES)
+    why = (
+        f"a batch of heavier ones has over {_MOST_ENTRIES:.0e} numbers in a tensor, as scores of a vocabulary"
+    )
+    compared = compiled if light is compiled.survey else dataclasses.replace(compiled, survey=light)
     while True:
         try:
             checked = _compare_with_eager(compared, compiled.model)
@@ -128,19 +135,20 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
             lighter = compared.survey.with_lighter_samples()
             if lighter is not compared.survey:
                 compared = dataclasses.replace(compiled, survey=lighter)
+                why = "heavier ones take more memory than this machine has"
             elif required:
                 raise
             else:
                 without_model = dataclasses.replace(compiled, model=None)
                 return _leave_uncompared(without_model, f"which takes too much memory here: {error.message}")
         else:
-            return checked if compared is compiled else _note_light_samples(checked, compiled)
+            return checked if compared is compiled else _note_light_samples(checked, compiled, why)
 
 
-def _note_light_samples(checked: CompiledPlan, compiled: CompiledPlan) -> CompiledPlan:
+def _note_light_samples(checked: CompiledPlan, compiled: CompiledPlan, why: str) -> CompiledPlan:
     """Returns a plan that was compared on light samples only with a note that says so, and the survey of
     `compiled`."""
-    note = "compared on light samples of the dataset: heavier ones take more memory than this machine has"
+    note = f"compared on light samples of the dataset: {why}"
     notes: dict[str, object] = {"notes": [*checked.plan.checks.get("notes", []), note]}
     return dataclasses.replace(_add_checks(checked, notes), survey=compiled.survey)
 
@@ -481,12 +489,14 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         compiled.captured_model.capture,
     )
     for cause, where, samples in decisions.find_differing_batches(pattern):
+        if cause is DecisionCause.BLOCK_RESULT and count_entries(compiled.model, samples) > _MOST_ENTRIES:
+            samples = samples[: max(BATCH_SAMPLE_COUNTS)]  # any samples show what blocks decide
         try:
             reference = _run_reference(compiled, rank, samples)
         except NotEnoughMemory:
             if cause is not DecisionCause.BLOCK_RESULT:
                 raise
-            samples = samples[: max(BATCH_SAMPLE_COUNTS)]  # any samples show what blocks decide
+            samples = samples[: max(BATCH_SAMPLE_COUNTS)]
             reference = _run_reference(compiled, rank, samples)
         size = CHECK_MICRO_BATCH if cause is DecisionCause.SIZE else 1
         try:

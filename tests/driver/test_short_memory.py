@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from secc.driver import exactness_check
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
@@ -40,6 +41,10 @@ def test_light_samples_are_compared_where_others_take_too_much_memory(
     )
     options = CompileOptions(cluster="local:2", global_batch=8)
     assert "notes" not in check_exactness(compile_model(path, options)).plan.checks
+    with monkeypatch.context() as limit:
+        limit.setattr(exactness_check, "_MOST_ENTRIES", 7 * 10 * 96)
+        checks = check_exactness(compile_model(path, options), required=True).plan.checks
+        assert checks["patterns"] and "a batch of heavier ones has over" in str(checks["notes"])
     monkeypatch.setattr(eager_watch, "_LARGE", 1)
     # Scores of seven samples of 5 tokens fit, not those of 23: 7 x 23 x 96 floats, four times.
     monkeypatch.setattr(eager_watch, "available_memory", lambda: 7 * 16 * 96 * 4 * 4)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from secc.frontend.dataset.input_symbols import ModelInputs
+from secc.frontend.dataset.light_samples import count_entries, count_features
 from secc.frontend.dataset.small_samples import survey_small_samples
 from secc.frontend.dataset.survey import DatasetSurvey, InputPattern, Sample, sequence_length
 from secc.frontend.excerpt.first_layers import ExcerptResult, ModelExcerpt
@@ -253,47 +254,37 @@ def _is_padding_never_seen(
     is_limited = max_batches is not None
     for pattern in survey.micro_batch_patterns():
         try:
-            batches = _compose_light_batches(user, survey, pattern, max_batches, _count_features(model))
+            batches = _compose_light_batches(user, survey, pattern, max_batches, model)
             if not all(is_unseen(batch, far) for batch, far in batches):
                 return False
         except NotEnoughMemory:
             if not is_unseen(_pick_unpadded(user, survey, pattern), (False, True)):
                 return False
             is_limited = True
-    others = [] if is_limited else _find_other_lengths(user, survey, inputs, _count_features(model))
+    others = [] if is_limited else _find_other_lengths(user, survey, inputs, model)
     return all(is_unseen([s], (False,)) for s in others)
 
 
 def _compose_light_batches(
-    user: UserModel, survey: DatasetSurvey, pattern: InputPattern, max_batches: int | None, features: int
+    user: UserModel, survey: DatasetSurvey, pattern: InputPattern, max_batches: int | None, model: nn.Module
 ) -> list[tuple[list[Sample], tuple[bool, ...]]]:
     """Returns batches of a pattern, each with whether it is to be padded a little or (True) far: of lighter
-    samples, or only the smallest, where others are too large. features: of a token in the largest tensor."""
+    samples, or only the smallest, where others are too large."""
     while True:
         batches = survey.compose_batches(pattern)[:max_batches]
-        if all(_count_tokens(batch) * features <= _MAX_ENTRIES for batch in batches):
+        if all(count_entries(model, batch) <= _MAX_ENTRIES for batch in batches):
             return _limit_pairs(batches)
         lighter = survey.with_lighter_samples()
         if lighter is survey:
             return [
-                (min(batches, key=_count_tokens), (False,)),
+                (min(batches, key=partial(count_entries, model)), (False,)),
                 (_pick_unpadded(user, survey, pattern), (True,)),
             ]
         survey = lighter
 
 
-def _count_tokens(samples: list[Sample]) -> int:
-    """Returns the tokens of a batch, with padding."""
-    return len(samples) * max(map(sequence_length, samples))
-
-
-def _count_features(model: nn.Module) -> int:
-    """Returns the most features that a linear layer returns."""
-    return max((m.out_features for m in model.modules() if isinstance(m, nn.Linear)), default=1)
-
-
 def _find_other_lengths(
-    user: UserModel, survey: DatasetSurvey, inputs: ModelInputs, features: int
+    user: UserModel, survey: DatasetSurvey, inputs: ModelInputs, model: nn.Module
 ) -> list[Sample]:
     """Returns samples, at most one for each remainder of a padded width, with remainders that no batch of the
     survey has; none if batches are large."""
@@ -306,7 +297,7 @@ def _find_other_lengths(
     probed = [b for pattern in survey.micro_batch_patterns() for b in survey.compose_batches(pattern)]
     if any(len(batch) * max(map(sequence_length, batch)) ** 2 > _MAX_PAIRS for batch in probed):
         return []
-    if any(_count_tokens(batch) * features > _MAX_ENTRIES for batch in probed):
+    if any(count_entries(model, batch) > _MAX_ENTRIES for batch in probed):
         return []
     seen = set[tuple[str, int]]().union(*map(find_remainders, probed))
     others = list[Sample]()
@@ -342,7 +333,7 @@ def _is_padding_unseen(
     batch = user.collate(samples)
     sizes = combine_sizes([read_symbol_sizes(batch, inputs.symbols)], inputs.symbols)
     names = [s.name for s in inputs.symbols if s.is_padded and sizes[s.name]]
-    features = _count_features(model)
+    features = count_features(model)
     widths = [{n: _padded_width(inputs, n, sizes[n], f, samples, features) for n in names} for f in far]
     try:
         wider = [pad_batch(batch, inputs.inputs, w) for w in widths]
