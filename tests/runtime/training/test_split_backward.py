@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,6 +92,30 @@ def test_products_compute_one_gradient_per_part() -> None:
                 finish()
         counts.append(sum(e.count for e in profile.key_averages() if e.key == "aten::mm"))
     assert counts == [2, 2]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * gradient, 2 * gradient
+
+
+def test_the_second_part_runs_after_the_roots_are_dropped() -> None:
+    """The nodes of a user's Function have to outlive the tensors above them, which a sent result does not."""
+    first, second, leaf = (torch.ones(3, requires_grad=True) for _ in range(3))
+    out = Doubled.apply(Doubled.apply(leaf, first), second)
+    assert isinstance(out, torch.Tensor)
+    finish = split_backward([(out, torch.ones(3))], [leaf])
+    del out
+    gc.collect()
+    finish()
+    assert leaf.grad is not None and leaf.grad.tolist() == [4.0] * 3
+    assert first.grad is not None and first.grad.tolist() == [4.0] * 3
+    assert second.grad is not None and second.grad.tolist() == [2.0] * 3
 
 
 def test_without_received_tensors_all_is_done_in_the_second_part() -> None:
