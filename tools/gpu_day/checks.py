@@ -31,7 +31,7 @@ CHECKS = (
     Check("kernels-exact", "fused operators against float64 on 500 shapes", 300, kernels.check_exactness),
     Check("kernels-same-bits", "fused operators twice", 120, kernels.check_same_bits),
     Check("sanitizer", "memory accesses and races of the operators", 300, kernels.check_memory_accesses),
-    Check("examples", "the examples against plain PyTorch", 180, training.check_examples),
+    Check("examples", "the examples against plain PyTorch", 300, training.check_examples),
     Check("zoo", "twenty architectures against plain PyTorch", 300, training.check_zoo),
     Check("features", "models with unlike operations against plain PyTorch", 400, training.check_features),
     Check("shared-ranks", "several ranks on the card, the same", 300, training.check_shared_ranks),

@@ -28,6 +28,7 @@ from tools.train_plain import train_model
 MODELS = Path(__file__).parent / "models"
 STEP_MODELS = ("decoder", "distillation", "llava", "mixture")
 STEP_BATCH, PROFILED_STEPS = 4, 3
+TURN_STEPS = 5  # steps of one trainer before the other's, so that their ends overlap as in a run
 MOST_STEP_RATIO, MOST_MEMORY_ERROR, MOST_BLOCK_ERROR = 1.02, 0.05, 0.03
 # Losses of a plan and of plain PyTorch, relative: the limit of docs/guide/exactness.md for the first 20
 # steps; later the rounding of different orders of summation grows with every step.
@@ -52,7 +53,7 @@ def measure_steps(name: str, bench: Bench) -> Outcome:
     for fuse in (True, False):
         label = "fused" if fuse else "same kernels"
         try:
-            (measured,) = run_on_ranks(time_rank, _step_plan(name, fuse, bench), 1, 3 if bench.dry else 10)
+            (measured,) = run_on_ranks(time_rank, _step_plan(name, fuse, bench), 1, 1 if bench.dry else 4)
         except EOFError as error:
             found.failures.append(f"{label}: {error!r}"[:500])
             continue
@@ -73,10 +74,12 @@ def _compile_for_steps(case: tuple[str, bool], plan: Path, dry: bool) -> None:
     compile_model(MODELS / f"{name}.py", options).write_plan(plan, report_page)
 
 
-def time_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: Any) -> None:
+def time_rank(plan: Path, rank: int, world: int, port: int, turns: int, pipe: Any) -> None:
     """Sends a rank's figures: the most memory in GiB, the median step of the plan and of plain PyTorch in
-    seconds with the median of their ratios, and the seconds that the device computes in a step of each."""
-    with join_training(plan, rank, world, port, steps + PROFILED_STEPS) as (context, trainer, batches):
+    seconds with the median of their ratios, and the seconds that the device computes in a step of each. Plan
+    and plain PyTorch take turns of `TURN_STEPS` steps."""
+    steps = turns * TURN_STEPS + PROFILED_STEPS
+    with join_training(plan, rank, world, port, steps) as (context, trainer, batches):
         device, figures = context.device, dict[str, float]()
 
         def train_planned_step() -> object:
@@ -93,7 +96,7 @@ def time_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: An
             plain.train_step()
         before = _allocation_retries(device)
         trainers = train_planned_step, plain.train_step
-        times = [tuple(time_step(step, device)[0] for step in trainers) for _ in range(steps)]
+        times = [tuple(_turn_seconds(step, device) for step in trainers) for _ in range(turns)]
         ours, theirs = zip(*times, strict=True)
         figures |= {"seconds": median(ours), "plain seconds": median(theirs)}
         figures["ratio"] = median(a / b for a, b in times)
@@ -101,12 +104,22 @@ def time_rank(plan: Path, rank: int, world: int, port: int, steps: int, pipe: An
         if device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(True)  # as PyTorch chooses by itself
             figures["plain seconds with cuDNN"] = median(
-                time_step(plain.train_step, device)[0] for _ in range(steps)
+                _turn_seconds(plain.train_step, device) for _ in range(turns)
             )
             torch.backends.cuda.enable_cudnn_sdp(False)
             figures["busy"] = _device_seconds(train_planned_step)
             figures["plain busy"] = _device_seconds(plain.train_step)
         pipe.send(figures)
+
+
+def _turn_seconds(step: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds of a step in a turn of several, which ends when the device is done."""
+
+    def run_turn() -> None:
+        for _ in range(TURN_STEPS):
+            step()
+
+    return time_step(run_turn, device)[0] / TURN_STEPS
 
 
 def _allocation_retries(device: torch.device) -> int:
