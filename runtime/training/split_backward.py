@@ -129,8 +129,8 @@ class _BackwardGraph:
     """
 
     def __init__(self, roots: Sequence[BackwardRoot], leaves: Sequence[torch.Tensor]) -> None:
-        # In torch 2.11 the node of an autograd.Function ends with the last tensor above it, though this object
-        # refers to it; these edges keep what is below the roots until the second part has run.
+        # In torch 2.11 the node of an autograd.Function ends with the last tensor above it, even if an object
+        # refers to it. These edges keep what is below the roots until the second part has run.
         self.root_edges = [get_gradient_edge(tensor) for tensor, _ in roots if tensor.requires_grad]
         self.used_outputs: dict[Any, set[int]] = {}
         targets = {get_gradient_edge(leaf).node for leaf in leaves}
