@@ -308,7 +308,7 @@ def _fit_combinations(values: ValueColumn, bases: Iterable[tuple[BasisTerm, ...]
     for basis in bases:
         if len(basis) >= len(values):
             continue
-        coefficients = _solve_exactly([column for _, column in basis], values)
+        coefficients = solve_exactly([column for _, column in basis], values)
         if coefficients is not None and all(0 < c.denominator <= MAX_DENOMINATOR for c in coefficients):
             terms = [
                 sympy.Rational(c.numerator, c.denominator) * make()
@@ -319,7 +319,7 @@ def _fit_combinations(values: ValueColumn, bases: Iterable[tuple[BasisTerm, ...]
     yield from (expr for *_, expr in sorted(fits, key=lambda entry: entry[:2]))
 
 
-def _solve_exactly(columns: Sequence[ValueColumn], values: ValueColumn) -> list[Fraction] | None:
+def solve_exactly(columns: Sequence[ValueColumn], values: ValueColumn) -> list[Fraction] | None:
     """Solves for the coefficients of the columns in a sum equal to the values, by Gaussian elimination over
     fractions; None if there are none, if they are not unique, or if one is 0."""
     if not _may_have_solution(columns, values):
@@ -343,12 +343,19 @@ def _solve_exactly(columns: Sequence[ValueColumn], values: ValueColumn) -> list[
 
 def _may_have_solution(columns: Sequence[ValueColumn], values: ValueColumn) -> bool:
     """Whether there may be such coefficients: eliminates modulo a large prime, which is cheap, before the
-    exact solution of many candidates.
+    exact solution of many candidates. A few observations refute most of them.
 
     There is no solution if there is none modulo a prime that divides none of the denominators.
     """
-    rows = [[*(c[i] for c in columns), v] for i, v in enumerate(values)]
-    for k in range(len(columns)):
+    rows = [*zip(*columns, values, strict=True)]
+    few = rows[:: max(1, len(rows) // (len(columns) + 2))]
+    return _is_solvable(few) and (len(few) == len(rows) or _is_solvable(rows))
+
+
+def _is_solvable(equations: Sequence[Sequence[int]]) -> bool:
+    """Whether linear equations, each with its value last, may have a solution modulo the prime."""
+    rows, unknowns = [*equations], len(equations[0]) - 1
+    for k in range(unknowns):
         pivot = next((i for i in range(k, len(rows)) if rows[i][k] % MODULUS), None)
         if pivot is None:
             return True  # the prime cannot tell
@@ -358,7 +365,7 @@ def _may_have_solution(columns: Sequence[ValueColumn], values: ValueColumn) -> b
         for i in range(k + 1, len(rows)):
             if factor := rows[i][k]:
                 rows[i] = [(lead * x - factor * y) % MODULUS for x, y in zip(rows[i], top, strict=True)]
-    return not any(row[-1] % MODULUS for row in rows[len(columns) :])
+    return not any(row[-1] % MODULUS for row in rows[unknowns:])
 
 
 def _to_simple_rational(value: float) -> Expr:

@@ -1,0 +1,33 @@
+"""Coefficients of sums that give the observed sizes are found by elimination."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from random import Random
+
+from secc.frontend.capture import size_fit
+
+
+def _draw_columns(random: Random, count: int, rows: int) -> list[tuple[int, ...]]:
+    return [tuple(random.randrange(1, 3000) for _ in range(rows)) for _ in range(count)]
+
+
+def test_coefficients_are_found_from_any_number_of_observations() -> None:
+    random = Random(0)
+    for _ in range(200):
+        columns = _draw_columns(random, random.randrange(1, 4), rows := random.randrange(5, 40))
+        known = [random.choice([-3, -1, 1, 2, 7]) for _ in columns]
+        values = tuple(sum(k * c[i] for k, c in zip(known, columns, strict=True)) for i in range(rows))
+        # Observations that were met before tell nothing: few equations may not have one solution.
+        repeated = [tuple([c[0]] * 30 + [*c]) for c in columns]
+        for some, given in ((columns, values), (repeated, tuple([values[0]] * 30 + [*values]))):
+            assert size_fit.solve_exactly(some, given) == [*map(Fraction, known)]
+
+
+def test_one_observation_refutes_coefficients() -> None:
+    random = Random(1)
+    for _ in range(200):
+        columns = _draw_columns(random, random.randrange(1, 4), rows := random.randrange(5, 40))
+        values = [sum(column[i] for column in columns) for i in range(rows)]
+        values[random.randrange(rows)] += 1
+        assert size_fit.solve_exactly(columns, tuple(values)) is None
