@@ -262,6 +262,9 @@ def _note_costs(graph: GraphOp, stages: Sequence[SectionOp], cluster: Cluster) -
         held = [s for s in graph.sections if set(_ranks_of(s)) & set(_ranks_of(stage))] or [stage]
         memory = sum(_rank_memory(work, _rank_load(work, s)) for s in held)
         stage.attributes["memory_gib"] = float_attr(round(memory / GIB, 4))
+        usable = work.cluster.view_of_ranks(_ranks_of(stage)).device.usable_memory
+        if (excess := sum(_least_rank_memory(work, _rank_load(work, s)) for s in held) - usable) > 0:
+            stage.attributes["missing_gib"] = float_attr(round(excess / GIB, 4))
         pipeline = get_string(stage, "pipeline") or ""
         own = [s for s in held if get_string(s, "pipeline") == pipeline]
         rooms = sum(_in_flight_bytes(work, _rank_load(work, s), memory, len(held)) for s in own)
@@ -384,6 +387,12 @@ def _rank_memory(work: Workload, load: SectionLoad) -> int:
     """Bytes of a section on a rank, with what it may hold in flight."""
     held, rank = _held_micro_batches(work, load)
     return rank.total_bytes(held)
+
+
+def _least_rank_memory(work: Workload, load: SectionLoad) -> int:
+    """Bytes of a section on a rank with one micro-batch in flight."""
+    held, rank = _held_micro_batches(work, load)
+    return rank.total_bytes(min(held, 1))
 
 
 def _in_flight_bytes(work: Workload, load: SectionLoad, memory: int, holders: int) -> int:

@@ -3,12 +3,14 @@ need them.
 
 `allocate` chooses before any pass has tried to partition the model. If it chose stages for a section, the
 blocks of that section are captured again layer by layer. If that capture or a later pass finds a choice
-impossible, all passes run again without it, unless the user has pinned it (`secc.driver.taken_back`).
+impossible, all passes run again without it, unless the user has pinned it (`secc.driver.taken_back`). So do
+they where stages turn out to need more memory than their devices have; that plan is kept if no other one fits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +39,7 @@ from secc.frontend.tp_search.annotate_layouts import (
     annotate_layouts,
     search_layouts,
 )
-from secc.ir.analysis.dataflow import get_number
+from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io.module_text import parse_module, print_module
 from secc.passes.sink_boundaries import SinkBoundaries
@@ -106,18 +108,33 @@ class Planner:
         known: Sequence[TakenBack] = (),
     ) -> None:
         self.source, self.time_step, self.report_progress = source, time_step, report_progress
-        self._taken_back = TakenBackChoices(pins, known)
+        self._pins, self._taken_back = pins, TakenBackChoices(pins, known)
         self._captured_fallbacks, self._keep_fallbacks = source.capture.has_fallbacks, True
         self.captured_text = print_module(source.make_ir(source.capture))
         self._cuts: SinkBoundaries | None = None  # of the first of the plans that are made in turn
         self._variants: KnownVariants = {}  # of sections, for plans of the same graph with other choices
 
     def plan_model(self) -> PlannedModule:
-        """Plans the model, again without each choice that proves impossible.
+        """Plans the model, again without each choice that proves impossible, and without stages that need
+        more memory than their devices have, if there is a plan without them that fits.
 
         Raises UserError for a model that cannot be planned, ImpossibleChoice if the user has pinned the
         impossible choice.
         """
+        first = planned = self._plan_possible()
+        planner = self
+        while excess := planner._stages_beyond_memory(planned.module):
+            known = (*planned.taken_back, *excess)
+            planner = Planner(self.source, self._pins, self.time_step, self.report_progress, known)
+            try:
+                planned = planner._plan_possible()
+            except UserError:
+                return first  # nothing else fits; its step is shown with a warning
+        self.source = planner.source
+        return planned
+
+    def _plan_possible(self) -> PlannedModule:
+        """Plans the model, again without each choice that proves impossible."""
         while True:
             try:
                 return self._plan_once()
@@ -126,6 +143,24 @@ class Planner:
                     continue
                 if not self._drop_fallbacks(error):
                     raise
+
+    def _stages_beyond_memory(self, module: ModuleOp) -> list[TakenBack]:
+        """The numbers of stages with which some stage leaves no memory for a micro-batch, and why. Pinned ones
+        are not among them; of a plan that is made for too little memory there are none."""
+        graph, found = graph_of(module), dict[str, TakenBack]()
+        if "missing_gib" in json.loads(get_string(graph, "prediction") or "{}"):
+            return []
+        for stage in graph.sections:
+            missing, name = get_number(stage, "missing_gib"), get_string(stage, "pipeline") or ""
+            if missing and not self._taken_back.is_pinned(f"{name}.pp"):
+                stages = [s for s in graph.sections if get_string(s, "pipeline") == name]
+                count = len(stages) // int(get_number(stage, "chunks") or 1)
+                reason = (
+                    f"a rank of {stage.sym.data}, one of its {count} stages, would need {missing:.3g} GiB more"
+                    " than its tensors may take"
+                )
+                found.setdefault(name, TakenBack(f"{name}.pp={count}", reason, ""))
+        return [*found.values()]
 
     def _drop_fallbacks(self, error: UserError) -> bool:
         """Goes on without fallback cases: their boundaries may be what no pass can carry out. Returns False

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from xdsl.dialects.builtin import ModuleOp
 
+from secc.cluster import GIB
+from secc.cost.model.memory import RankMemory
 from secc.driver import exactness_check, pass_driver
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
@@ -19,6 +21,7 @@ from secc.errors import ImpossibleChoice, UserError
 from secc.frontend.capture.capture import Capture
 from secc.ir.analysis.dataflow import get_number
 from secc.ir.dialect.ops import graph_of
+from secc.passes import split_stages
 from secc.passes.split_stages import SplitStages
 from secc.report.plan_tables import plan_tables
 from secc.runtime.training.eager_reference import ResultDifference
@@ -170,3 +173,36 @@ def test_fallback_cases_are_taken_back_once() -> None:
     assert record.take_back(ImpossibleChoice(PROBLEM, ["lm.pp"]))
     assert record.take_back_fallback_cases(PROBLEM) and record.choices == ()
     assert not record.take_back_fallback_cases(PROBLEM)
+
+
+def need_more_memory_in_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets each stage need a hundredth of a GiB more than `allocate` counts for it."""
+    memory = split_stages.memory_on_rank
+
+    def add_parameters(*args: Any) -> RankMemory:
+        found = memory(*args)
+        return found._replace(parameters=found.parameters + GIB // 100)
+
+    monkeypatch.setattr(split_stages, "memory_on_rank", add_parameters)
+
+
+def test_stages_beyond_memory_are_taken_back_with_the_reason_if_a_plan_without_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_more_memory_in_stages(monkeypatch)
+    compiled = compile_on_slow_links(tmp_path)
+    assert stages(compiled) == 1
+    [record] = compiled.plan.checks["taken_back"]
+    assert record["choice"] == "model.pp=2" and "one of its 2 stages, would need 0.0" in record["reason"]
+    assert stages(compile_on_slow_links(tmp_path, 0.05)) == 2  # there is room for them
+
+
+@pytest.mark.parametrize(
+    "options", [{"free_gib": 0.0013, "set": ("model.sharding=none",)}, {"set": ("model.pp=2",)}]
+)
+def test_stages_beyond_memory_stay_if_nothing_else_fits_or_they_are_pinned(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_more_memory_in_stages(monkeypatch)
+    compiled = compile_on_slow_links(tmp_path, **options)
+    assert stages(compiled) == 2 and "taken_back" not in compiled.plan.checks
