@@ -4,7 +4,7 @@ need them.
 `allocate` chooses before any pass has tried to partition the model. If it chose stages for a section, the
 blocks of that section are captured again layer by layer. If that capture or a later pass finds a choice
 impossible, all passes run again without it, unless the user has pinned it (`secc.driver.taken_back`). So do
-they where stages turn out to need more memory than their devices have; that plan is kept if no other one fits.
+they where stages need more memory than their devices have; that plan is kept if no other one fits.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class Planner:
                     raise
 
     def _stages_beyond_memory(self, module: ModuleOp) -> list[TakenBack]:
-        """The numbers of stages with which some stage leaves no memory for a micro-batch, and why. Pinned ones
-        are not among them; of a plan that is made for too little memory there are none."""
+        """The numbers of stages with which some stage leaves no memory for a micro-batch, and why. Pinned
+        ones are not among them; of a plan that is made for too little memory there are none."""
         graph, found = graph_of(module), dict[str, TakenBack]()
         if "missing_gib" in json.loads(get_string(graph, "prediction") or "{}"):
             return []
@@ -156,8 +156,8 @@ class Planner:
                 stages = [s for s in graph.sections if get_string(s, "pipeline") == name]
                 count = len(stages) // int(get_number(stage, "chunks") or 1)
                 reason = (
-                    f"a rank of {stage.sym.data}, one of its {count} stages, would need {missing:.3g} GiB more"
-                    " than its tensors may take"
+                    f"a rank of {stage.sym.data}, one of its {count} stages, would need {missing:.3g} GiB"
+                    " more than its tensors may take"
                 )
                 found.setdefault(name, TakenBack(f"{name}.pp={count}", reason, ""))
         return [*found.values()]
