@@ -45,19 +45,22 @@ _RNN_FUNCTIONS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _UNSEEN_DRAW_REMEDY = "compile the model again with more --stats-samples, or switch the random op off"
 
 
-_COIN_NUMBERS = (
-    8  # that a call draws at most for a sample, where they decide about it (`torch.rand(n) < 0.1`)
-)
+# A call that draws at most as many numbers for a sample may decide about it by all of them
+# (`torch.rand(n) < 0.1`, `torch.randint(0, 50, (n, 1)) == 0`).
+_COIN_NUMBERS = 8
 _extreme_coins: ContextVar[ExtremeCoins | None] = ContextVar("extreme_coins", default=None)
 
 
 @dataclass
 class ExtremeCoins:
-    """While these are in use, a call that draws few uniform numbers or coins for a sample draws numbers close
-    to 0 or to 1, each for about half of the samples. What forward does for rare draws happens often then.
+    """While these are in use, a call that draws few numbers for a sample draws them from the lowest or the
+    highest 0.1% of their range, each for about half of the samples; one that draws many (a mask, of which
+    forward may read one column) does so at half of their places. What forward does for rare draws happens
+    often then.
 
-    number: chooses the samples and calls that draw close to 0; for 2k + 1 they are those that draw close to 1
-    for 2k. were_drawn: there was such a call.
+    number: chooses the samples and calls that draw the lowest; for 2k + 1 they are those that draw the
+    highest for 2k. It also chooses the places; those for 4k + 2 and 4k + 3 are the others of 4k and 4k + 1.
+    were_drawn: there was such a call.
     """
 
     number: int
@@ -72,8 +75,12 @@ class ExtremeCoins:
             _extreme_coins.reset(token)
 
     def is_low(self, call: str, key: object) -> bool:
-        """Whether a call draws close to 0 for the sample with this key."""
+        """Whether a call draws the lowest numbers for the sample with this key."""
         return bool((hash_key(call, key, self.number // 2) ^ self.number) & 1)
+
+    def choose_places(self, bits: torch.Tensor) -> torch.Tensor:
+        """Return which numbers are drawn so, from random bits that depend on places alone."""
+        return (bits >> self.number // 4 & 1) == self.number // 2 % 2
 
 
 def make_sample_keys(seed: int, samples: Sequence[SampleMeta]) -> list[int]:
@@ -209,27 +216,35 @@ class MicroBatchDraws:
             )
 
         def make_bits(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-            bits = self._generate_entry_bits(planned, call, shape, device)
+            bits = self._generate_entry_bits(planned, call, shape, device, self._keys)
             coins = _extreme_coins.get()
-            if coins is None or not random_op_values.is_uniform(func):
+            if coins is None or not random_op_values.has_ends(func):
                 return bits
+            few = math.prod(shape) <= _COIN_NUMBERS * self._count_rows(planned, device)
+            if not few and not random_op_values.decides_by_rows(func, args, kwargs):
+                return bits
+            coins.were_drawn = True
             low = self._choose_low(coins, planned, call, shape, device)
-            return bits if low is None else random_op_values.push_to_ends(func, args, kwargs, bits, low)
+            pushed = random_op_values.push_to_ends(func, args, kwargs, bits, low)
+            if few:
+                return pushed
+            same_for_all = self._generate_entry_bits(planned, call, shape, device, [0] * len(self._keys))
+            return torch.where(coins.choose_places(same_for_all), pushed, bits)
 
         return random_op_values.draw_op_result(func, args, kwargs, make_bits)
 
+    def _count_rows(self, draw: RandomOp, device: torch.device) -> int:
+        """The rows of all samples in a result; 1 for one that has none."""
+        return len(self._rows_by_sample(draw.rows, device)[0]) if draw.dims else 1
+
     def _choose_low(
         self, coins: ExtremeCoins, draw: RandomOp, call: str, shape: tuple[int, ...], device: torch.device
-    ) -> torch.Tensor | None:
-        """Return which entries of a result of `shape` are drawn close to 0, the others close to 1; None if
-        the call draws many numbers for a sample."""
-        owner = self._rows_by_sample(draw.rows, device)[0] if draw.dims else torch.zeros(1)
-        if math.prod(shape) > _COIN_NUMBERS * len(owner):
-            return None
-        coins.were_drawn = True
+    ) -> torch.Tensor:
+        """Return which entries of a result of `shape` are the lowest, if they are drawn from an end."""
         if not draw.dims:
             key = self._key_of_row(draw, call) if draw.has_call_per_row else ()
             return torch.full(shape, coins.is_low(call, key), device=device)
+        owner = self._rows_by_sample(draw.rows, device)[0]
         low = torch.tensor([coins.is_low(call, key) for key in self._keys], device=device)[owner]
         return low.view([-1 if d == draw.dims[0] else 1 for d in range(len(shape))]).expand(shape)
 
@@ -257,7 +272,12 @@ class MicroBatchDraws:
         return call
 
     def _generate_entry_bits(
-        self, draw: RandomOp, call: str, shape: tuple[int, ...], device: torch.device
+        self,
+        draw: RandomOp,
+        call: str,
+        shape: tuple[int, ...],
+        device: torch.device,
+        keys_of_samples: Sequence[int],
     ) -> torch.Tensor:
         """Return 64 bits for each entry of a result of `shape`, of the call named `call`."""
         places = shard_coordinates.global_coordinates(shape, device)
@@ -281,7 +301,7 @@ class MicroBatchDraws:
         for d in draw.dims:
             places[d] = within[places[d]]
         parts = [coordinate_offsets(d, at) for d, at in enumerate(places)]
-        keys = torch.tensor([hash_key(k, call) for k in self._keys], dtype=torch.int64, device=device)
+        keys = torch.tensor([hash_key(k, call) for k in keys_of_samples], dtype=torch.int64, device=device)
         parts[draw.dims[0]] = parts[draw.dims[0]] + keys[owner[first_rows]]
         return generate_bits(parts, 0, device)
 

@@ -24,7 +24,9 @@ _TRAINING_ARGUMENTS = ("train", "training")
 _MANTISSA_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _WORD_MASK = 0xFFFFFFFF
 _UNIFORM_OPS = ("rand", "rand_like", "uniform")
-_END_DIGITS = 10  # leading digits that numbers near 0 or 1 have in common
+_NORMAL_OPS = ("normal", "randn", "randn_like", "log_normal")
+_INTEGER_OPS = ("randint", "randint_like", "random")
+_END_DIGITS = 10  # leading digits that numbers near an end of their range have in common
 _DROPOUT = torch.ops.aten.native_dropout.default
 
 
@@ -62,22 +64,42 @@ def identity_dropout(func: Any, x: torch.Tensor, p: float, *_: Any) -> Any:
     return torch.full_like(x, p)  # the division by p that follows gives exactly 1
 
 
-def is_uniform(func: Any) -> bool:
-    """Whether a random op draws uniform numbers, or coins."""
-    return func is _DROPOUT or _op_name(func) in (*_UNIFORM_OPS, "bernoulli")
+def has_ends(func: Any) -> bool:
+    """Whether `push_to_ends` can push the numbers of a random op."""
+    return func is _DROPOUT or _op_name(func) in (*_UNIFORM_OPS, "bernoulli", *_NORMAL_OPS, *_INTEGER_OPS)
+
+
+def decides_by_rows(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether single numbers of a random op may decide something, however many it draws for a sample, as
+    those of a mask do. Noise and the entries of dropout do not."""
+    is_of_dropout = func is _DROPOUT or isinstance(named_arguments(func, args, kwargs).get("p"), float)
+    return _op_name(func) not in _NORMAL_OPS and not is_of_dropout
 
 
 def push_to_ends(func: Any, args: Any, kwargs: Any, bits: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return the random bits of a uniform op (`is_uniform`), changed so that it draws from the lowest 0.1% of
-    its range where `low` is true, and from the highest 0.1% elsewhere. `low` has the shape of `bits`; entries
-    pushed to the same end keep their order."""
+    """Return the random bits of an op (`has_ends`), changed so that it draws from the lowest 0.1% of its
+    range where `low` is true, and from the highest 0.1% elsewhere; a normal number is then beyond 3 standard
+    deviations. `low` has the shape of `bits`; uniform numbers pushed to the same end keep their order."""
+    given, name = named_arguments(func, args, kwargs), _op_name(func)
+    if name in _NORMAL_OPS:
+        return _push_to_tails(bits, low)
+    if name in _INTEGER_OPS:
+        start, stop = _integer_range(given, _result_spec(func, given).dtype)
+        place = (bits & (1 << 63) - 1) % max((stop - start) >> _END_DIGITS, 1)
+        return torch.where(low, place, stop - start - 1 - place)
     pushed = (bits >> _END_DIGITS) & (1 << 64 - _END_DIGITS) - 1
     pushed = torch.where(low, pushed, ~pushed)
-    given = named_arguments(func, args, kwargs)
-    has_signed_threshold = _op_name(func) not in _UNIFORM_OPS and not isinstance(
+    has_signed_threshold = name not in _UNIFORM_OPS and not isinstance(
         given.get("p", given.get("self")), torch.Tensor
     )
     return pushed ^ -(1 << 63) if has_signed_threshold else pushed
+
+
+def _push_to_tails(bits: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return bits of which `_standard_normal` makes numbers below -3 or above 3."""
+    radius = (bits >> 32 & _WORD_MASK) >> _END_DIGITS
+    angle = (bits & _WORD_MASK) >> 4  # at most a sixteenth of a turn
+    return radius << 32 | torch.where(low, angle | 1 << 31, angle)
 
 
 def draw_op_result(func: Any, args: Any, kwargs: Any, bits: BitSource) -> Any:
@@ -200,14 +222,16 @@ def _randn(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch
 
 
 def _randint(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch.Tensor:
-    low, high = given.get("low", given.get("from", 0)) or 0, given.get("high", given.get("to"))
-    if high is None:
-        high = (
-            2 ** _MANTISSA_DIGITS[target.dtype]
-            if target.dtype.is_floating_point
-            else torch.iinfo(target.dtype).max
-        )
-    return (bits(target.shape, target.device) & (1 << 63) - 1) % (high - low) + low
+    start, stop = _integer_range(given, target.dtype)
+    return (bits(target.shape, target.device) & (1 << 63) - 1) % (stop - start) + start
+
+
+def _integer_range(given: NamedArguments, dtype: torch.dtype) -> tuple[int, int]:
+    """The first integer that an op may draw, and the one behind the last."""
+    start, stop = given.get("low", given.get("from", 0)) or 0, given.get("high", given.get("to"))
+    if stop is None:
+        stop = 2 ** _MANTISSA_DIGITS[dtype] if dtype.is_floating_point else torch.iinfo(dtype).max
+    return start, stop
 
 
 def _randperm(given: NamedArguments, target: _ResultSpec, bits: BitSource) -> torch.Tensor:

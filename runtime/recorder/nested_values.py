@@ -97,7 +97,9 @@ def map_leaves(value: Any, leaf: Callable[[str, Any], Any], path: str = "") -> A
     new_children = [(step, map_leaves(child, leaf, path + step)) for step, child in children]
     if isinstance(value, (list, tuple)):
         items = [child for _, child in new_children]
-        return type(value)(*items) if hasattr(value, "_fields") else _rebuild_sequence(value, items)
+        # What a class of its own makes of the fields (`PackedSequence`) is in them already.
+        make_named: Callable[[list[Any]], Any] | None = getattr(type(value), "_make", None)
+        return _rebuild_sequence(value, items) if make_named is None else make_named(items)
     result = copy.copy(value)
     for (step, child), (_, old) in zip(new_children, children, strict=True):
         if child is not old:

@@ -58,7 +58,7 @@ from secc.runtime.training.one_rank_plan import (
     StepComparison,
 )
 
-_EXTREME_COINS = 4  # comparisons with coins close to 0 or 1
+_EXTREME_COINS = 4  # comparisons with random numbers close to an end of their range
 _DRAWN_COPIES = 4  # of each sample where random numbers may decide whether padding is read
 # Numbers in the largest tensor of a batch that is compared, where there are lighter samples: 2 GiB.
 _MOST_ENTRIES = 1 << 29
@@ -324,6 +324,7 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
     decisive = inexact.comparison.decisive
     d, pattern = decisive.difference, describe_pattern(inexact.pattern)
     where = "" if decisive is inexact.comparison else " of float32, computed in place of 16 bits"
+    where += " where random numbers are close to an end of their range, as few are" if inexact.coins else ""
     if mixing := _find_token_mixing(compiled, inexact.pattern):
         module, line = next(iter(mixing.items()))
         message = (
@@ -370,7 +371,13 @@ def _inexact_error(compiled: CompiledPlan, inexact: PatternCheck) -> InexactPlan
     )
     if compiled.options.widths == "own":
         remedy = f"leave --widths own out, so that wider micro-batches are tried, too; else {remedy}"
-    if compiled.plan.draws:
+    if inexact.coins:
+        places = sorted({draw.where for draw in compiled.plan.draws})
+        remedy = (
+            "let what forward does for rare random numbers change only the samples that draw them, not others"
+            f" of the batch (numbers are drawn at {', '.join(places[:_MOST_NAMED])}); or {remedy}"
+        )
+    elif compiled.plan.draws:
         first = compiled.plan.draws[0]
         remedy = (
             f"the rows of a random op (the first is at {first.where}) may not stand sample after sample, "
@@ -578,9 +585,9 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
 def _compare_extreme_coins(
     compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]], check: PatternCheck
 ) -> PatternCheck:
-    """Compares samples again where forward tosses coins for them, with all coins close to 0 or 1: what few
-    samples meet (a modality that is dropped for 2% of them) may be what makes micro-batches inexact. Returns
-    the first comparison that fails, else `check`."""
+    """Compares samples again where forward draws numbers that may decide about them, with those close to an
+    end of their range: what few samples meet (a modality that is dropped for 2% of them) may be what makes
+    micro-batches inexact. Returns the first comparison that fails, else `check`."""
     for coins in map(ExtremeCoins, range(_EXTREME_COINS)):
         with coins.in_use():
             try:

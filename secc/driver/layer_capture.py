@@ -42,6 +42,17 @@ class LayerCapturePlan:
     solver_status: tuple[str, ...]
     section_notes: Mapping[str, tuple[str, ...]]
 
+    def sections_of_blocks(self, blocks: Collection[str]) -> tuple[str, ...]:
+        """Returns the sections without module paths that have no block at or below them. A module that was a
+        block of the first capture (a table of rotations that forward calls once more) may be glue of the
+        second."""
+        kept: list[str] = []
+        for section in self.sections:
+            name, _, paths = section.partition("=")
+            found = [p for p in paths.split("+") if any(f"{b}.".startswith(f"{p}.") for b in blocks)]
+            kept += [f"{name}={'+'.join(found)}"] if found else []
+        return tuple(kept)
+
     def impossible_choice(self, error: UserError, paths: Collection[str] = ()) -> ImpossibleChoice:
         """Turns an error met with opened blocks into a reason against the stages that they were opened for.
 

@@ -281,7 +281,7 @@ class Planner:
             stages = tuple(pin for pin in staged.stage_pins if not self._taken_back.is_pinned(pin))
             passes = self.source.make_passes(
                 **options,
-                sections=staged.sections,
+                sections=staged.sections_of_blocks(captured.blocks),
                 stages=stages,
                 known=staged.all_choices,
                 proven=staged.solver_status,

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.errors import InexactPlan
+from secc.frontend.tp_search.token_mixing import find_coupled_blocks
 
 GATED = """
 import torch
@@ -73,3 +76,78 @@ def test_a_weight_that_only_batches_without_an_input_use_is_named(tmp_path: Path
         check_exactness(made, required=True)
     line = text.splitlines().index("            x = x + self.null") + 1
     assert refused.value.where == f"gated.py:{line}"
+
+
+class Repeat(nn.Module):
+    """Repeats each row of a sample; a batch is as wide as its longest sample."""
+
+    def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        rows = [own.repeat_interleave(n, dim=0) for own, n in zip(x, times, strict=True)]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+class Sounds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.repeat = Repeat()
+
+    def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        return self.repeat(x, times).sum()
+
+
+def test_a_block_with_wider_results_for_some_samples_is_not_said_to_couple_them() -> None:
+    call = ((torch.randn(4, 2, 3), torch.tensor([[1, 1], [1, 2], [3, 1], [2, 4]])), {})
+    assert find_coupled_blocks(Sounds(), call, ["repeat"], 4) == []
+
+
+RARELY = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Linear(8, 8)
+
+    def forward(self, x):
+        chosen = DRAWN
+        return torch.where(chosen[:, None, None], self.turn(x).mean(0, keepdim=True), self.turn(x))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mixer, self.head = nn.Embedding(20, 8), Mixer(), nn.Linear(8, 20)
+
+    def forward(self, ids):
+        x = self.mixer(self.embed(ids))
+        return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def model():
+    return Net()
+
+
+def dataset():
+    g = torch.Generator().manual_seed(0)
+    return [{"ids": torch.randint(0, 20, (7,), generator=g)} for _ in range(24)]
+"""
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        "torch.randint(0, 1000, (len(x),)) == 0",
+        "torch.randn(len(x), 1)[:, 0] > 3",
+        "torch.rand(len(x), 16)[:, 3] < 0.0005",
+    ],
+)
+def test_samples_that_rare_numbers_couple_are_refused(drawn: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(RARELY.replace("DRAWN", drawn))
+    compiled = compile_model(path, CompileOptions(cluster="local:2", global_batch=8))
+    with pytest.raises(InexactPlan, match="close to an end of their range") as error:
+        check_exactness(compiled, required=True)
+    assert "net.py:" in str(error.value.remedy)

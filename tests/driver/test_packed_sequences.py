@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
+from secc.runtime.recorder.nested_values import map_leaves
 
 MODEL = """
 import torch
@@ -87,3 +91,10 @@ def model():
     options = CompileOptions(cluster="local:2", global_batch=8)
     plan = check_exactness(compile_model(tmp_path / "model.py", options), required=True).plan
     assert ":Tagger.forward#" in plan.model.functions[0] and "PackedSequence" in plan.checks["notes"][0]
+
+
+def test_copies_of_arguments_keep_packed_sequences() -> None:
+    packed = pack_padded_sequence(torch.arange(6.0).view(2, 3, 1), torch.tensor([2, 3]), True, False)
+    copy = map_leaves((packed,), lambda _, leaf: leaf + 1 if isinstance(leaf, torch.Tensor) else leaf)[0]
+    assert type(copy) is PackedSequence
+    assert copy.data.equal(packed.data + 1) and copy.batch_sizes.equal(packed.batch_sizes + 1)

@@ -273,8 +273,11 @@ def optimizer(params):
         ("{}", "torch.rand(len(ids)) < 0.1"),
         ("{}", "torch.rand(len(ids)) < 0.003"),
         ("{}", "torch.bernoulli(torch.full((len(ids),), 0.003)).bool()"),
+        ("{}", "torch.randint(0, 1000, (len(ids), 1))[:, 0] == 0"),
+        ("{}", "torch.randn(len(ids)) > 3"),
+        ("{}", "torch.rand(len(ids), 12)[:, 5] < 0.0005"),
     ],
-    ids=["some", "one", "drawn", "rarely drawn", "rare coins"],
+    ids=["some", "one", "drawn", "rarely drawn", "rare coins", "integers", "normal", "one of many"],
 )
 def test_padding_that_few_samples_read_is_found(flag: str, drop: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"

@@ -68,11 +68,10 @@ def _mixes_tokens(mixture: nn.Module, call: ModuleCall) -> bool:
         given = inspect.signature(mixture.forward).bind(*args, **kwargs).arguments
         count = next(t for t in given.values() if isinstance(t, torch.Tensor)).shape[0]
         whole, again = (_run_rows(mixture, given, slice(None), count) for _ in range(2))
-        halves = [_run_rows(mixture, given, rows, count) for rows in _halves(count)]
-    except Exception:  # whatever the user's code does on parts: nothing is known
+        joined = torch.cat([_run_rows(mixture, given, rows, count) for rows in _halves(count)])
+    except Exception:  # whatever the user's code does on parts, of which one may be wider: nothing is known
         return False
     scale = float(whole.detach().abs().max()) * TOLERANCE
-    joined = torch.cat(halves)
     is_fixed = torch.allclose(whole, again, rtol=0.0, atol=scale)  # not where it draws random numbers
     same = joined.shape != whole.shape or torch.allclose(joined, whole, rtol=0.0, atol=scale)
     return is_fixed and not same
