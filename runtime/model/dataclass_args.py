@@ -19,6 +19,7 @@ import torch
 from secc.runtime.plan.schema import CLASS_KEY
 
 _CACHE_CLASS, _CACHE_LAYER_CLASS = "DynamicCache", "DynamicLayer"
+_ANY_CACHE_CLASS, _CACHE_PACKAGE = "Cache", "transformers."
 _CACHE_FIELD = "ddp_cache_data"  # of the constructor: keys and values by layer
 
 
@@ -50,6 +51,31 @@ def dataclass_to_dict(value: object) -> dict[str, Any] | None:
     return {CLASS_KEY: f"{cls.__module__}:{cls.__qualname__}"} | {
         f.name: getattr(value, f.name) for f in fields
     }
+
+
+def is_empty_cache(value: object) -> bool:
+    """Whether a value is a cache of Hugging Face that holds no tensors: what a model makes before its layers
+    run if `use_cache` is on, its default outside of gradient checkpointing. `runtime` does not import
+    transformers."""
+    is_cache = any(
+        cls.__name__ == _ANY_CACHE_CLASS and cls.__module__.startswith(_CACHE_PACKAGE)
+        for cls in type(value).__mro__
+    )
+    return is_cache and not _holds_tensors(value)
+
+
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensors, value))
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    if not type(value).__module__.startswith(_CACHE_PACKAGE):
+        return False
+    attributes = vars(value)
+    # A layer without keys and values may hold constants, such as its window.
+    return attributes.get("is_initialized") is not False and _holds_tensors(attributes)
 
 
 def _filled_cache_layers(value: object) -> list[list[torch.Tensor]] | None:

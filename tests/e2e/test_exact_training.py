@@ -36,6 +36,7 @@ CASES = [
     ("autograd_functions", 2, "apart"),
     ("own_cross_entropy", 2, "apart"),
     ("filled_caches", 2, "apart"),
+    ("cached_layers", 2, "apart"),
 ]
 SLOW = [
     ("whisper_tiny", 2, "auto"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 from secc.errors import UserError
@@ -191,6 +192,35 @@ def test_layers_that_are_called_with_a_cache_are_opened() -> None:
     recorder = Recorder(model, ())
     select_blocks(model, [TOKENS], recorder=recorder)
     assert {f"first.tower.layers.{i}.line" for i in range(3)} <= {*recorder.blocks}
+
+
+def test_layers_are_called_without_a_cache_that_nobody_reads() -> None:
+    """With `use_cache`, Hugging Face's models make an empty cache and call their layers with it."""
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2
+    )
+    model, tokens = transformers.LlamaForCausalLM(config), torch.ones(2, 7, dtype=torch.long)
+    recorder = Recorder(model, ())
+    select_blocks(model, [{"input_ids": tokens, "labels": tokens}], recorder=recorder)
+    assert {*recorder.blocks} == {f"model.layers.{i}" for i in range(3)}
+
+
+def test_a_cache_that_a_second_call_reads_is_kept() -> None:
+    class Cached(nn.Linear):
+        def forward(self, x: torch.Tensor, cache: transformers.DynamicCache | None) -> torch.Tensor:
+            return super().forward(x)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Cached(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            cache = transformers.DynamicCache()
+            return self.layer(self.layer(x, cache), cache).sum()
+
+    with pytest.raises(UserError, match="called with a value of type DynamicCache"):
+        Recorder(Twice(), ["layer"]).record({"x": torch.ones(2, WIDTH)})
 
 
 def test_a_block_and_its_part_that_want_each_other_are_refused() -> None:
