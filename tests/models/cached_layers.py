@@ -3,13 +3,15 @@ with caches of keys and values that nobody reads, some of them with a window."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import transformers as T
 from torch import nn
 from torch.utils.data import Dataset
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 80,
     "intermediate_size": 48,
     "num_hidden_layers": 4,
