@@ -33,12 +33,18 @@ def _floordiv(a: Any, b: Any) -> Any:
     return sympy.floor(a / b)
 
 
+def _remainder(a: Any, b: Any) -> Any:
+    # sympy 1.14 takes Mod(B * Mod(B, 4), 3) for Mod(B * Mod(B, 4)**2, 3)
+    nested = isinstance(a, sympy.Expr) and a.has(sympy.Mod)
+    return sympy.Mod(a, b, evaluate=not nested)
+
+
 _BINARY_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
     ast.Mult: lambda a, b: a * b,
     ast.FloorDiv: _floordiv,
-    ast.Mod: lambda a, b: sympy.Mod(a, b),
+    ast.Mod: _remainder,
     ast.Div: lambda a, b: a / b,
     ast.Pow: lambda a, b: a**b,
 }
