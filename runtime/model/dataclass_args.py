@@ -53,29 +53,30 @@ def dataclass_to_dict(value: object) -> dict[str, Any] | None:
     }
 
 
-def is_empty_cache(value: object) -> bool:
-    """Whether a value is a cache of Hugging Face that holds no tensors: what a model makes before its layers
-    run if `use_cache` is on, its default outside of gradient checkpointing. `runtime` does not import
-    transformers."""
+def is_empty_cache(value: object, layer: int | None = None) -> bool:
+    """Whether a value is a cache of Hugging Face that holds no tensors (of this layer, if one is given): what
+    a model makes before its layers run if `use_cache` is on, its default outside of gradient checkpointing.
+    `runtime` does not import transformers."""
     is_cache = any(
         cls.__name__ == _ANY_CACHE_CLASS and cls.__module__.startswith(_CACHE_PACKAGE)
         for cls in type(value).__mro__
     )
-    return is_cache and not _holds_tensors(value)
+    return is_cache and not _holds_tensors(value, layer)
 
 
-def _holds_tensors(value: object) -> bool:
+def _holds_tensors(value: object, layer: int | None) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if isinstance(value, list | tuple):
-        return any(map(_holds_tensors, value))
-    if isinstance(value, dict):
-        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, list | tuple | dict):
+        entries = value.values() if isinstance(value, dict) else value
+        return any(_holds_tensors(entry, layer) for entry in entries)
     if not type(value).__module__.startswith(_CACHE_PACKAGE):
         return False
-    attributes = vars(value)
+    attributes = dict(vars(value))
+    if layer is not None and isinstance(layers := attributes.get("layers"), list):
+        attributes["layers"] = layers[layer : layer + 1]
     # A layer without keys and values may hold constants, such as its window.
-    return attributes.get("is_initialized") is not False and _holds_tensors(attributes)
+    return attributes.get("is_initialized") is not False and _holds_tensors(attributes, layer)
 
 
 def _filled_cache_layers(value: object) -> list[list[torch.Tensor]] | None:

@@ -15,6 +15,7 @@ import transformers as T
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from secc.frontend.tp_search.annotate_layouts import strip_values
 from secc.frontend.tp_search.find_mapping import TpMapping, find_mapping, mapping_shards
 from secc.frontend.tp_search.hf_tp_plan import hf_column_parallel
 from secc.frontend.tp_search.thread_ranks import ThreadGroup, run_thread_ranks
@@ -253,3 +254,23 @@ def test_attention_that_returns_its_maps_stays_whole_and_blames_no_number_of_hea
     assert set(found.column_parallel) == {"up"} and set(found.row_parallel) == {"down"}
     assert found.unsplit_reasons["qkv"].kind is UnsplitKind.LEAVES_IN_PARTS
     assert plain.reason is None or shapes.reason is None
+
+
+class Convolved(nn.Module):
+    """A feed-forward layer after a convolution, which refuses a bias in another dtype than its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.silu(self.up(self.conv(x.transpose(1, 2)).transpose(1, 2))))
+
+
+def test_a_large_layer_in_sixteen_bits_is_split() -> None:
+    """Of a model too large to run, arguments are made up in float32."""
+    call = ((torch.empty(2, 7, WIDTH, device="meta"),), dict[str, Any]())
+    layer = strip_values(Convolved().bfloat16(), call)
+    found = find_mapping(layer, call, 2)
+    assert found.column_parallel.keys() == {"up"} and found.row_parallel.keys() == {"down"}

@@ -62,6 +62,7 @@ from secc.runtime.plan.schema import OVERLAPS, CodeRewrite, ModuleStyle, Shard
 from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.sections.recompute import recompute_units
 from secc.runtime.tensor_parallel.linear_modules import LinearModule, as_embedding, as_linear
+from secc.runtime.training.widened_floats import computes_in_sixteen_bits
 
 # Parameter entries of a module. Above the first, it is never run on this machine. Above the second, only a
 # layer of the user's small model is run instead. Above the third, that layer is tried first.
@@ -245,9 +246,12 @@ def layer_key(layer: nn.Module) -> LayerKey:
 
 
 def strip_values(layer: nn.Module, call: ModuleCall) -> nn.Module:
-    """Returns the layer on the meta device, if the arguments it is called with have no values."""
-    bare = any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(call))
-    return copy_module(layer).to("meta") if bare else layer
+    """Returns the layer on the meta device, if the arguments it is called with have no values. Then they are
+    in float32 where the layer has 16 bits, and so are its parameters."""
+    if not any(isinstance(t, torch.Tensor) and t.is_meta for t in tree_leaves(call)):
+        return layer
+    stripped = copy_module(layer).to("meta")
+    return stripped.float() if computes_in_sixteen_bits(stripped) else stripped
 
 
 def install_fused_in(fused: FusedOperators, path: str, module: nn.Module) -> None:

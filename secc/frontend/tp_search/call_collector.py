@@ -28,6 +28,7 @@ from secc.errors import NotEnoughMemory
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.tp_search.find_mapping import ModuleCall
 from secc.ir.dialect.ops import CallOp, GraphOp
+from secc.runtime.model.dataclass_args import is_empty_cache
 from secc.runtime.model.module_copies import copy_module
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.training.eager_watch import run_forward
@@ -104,7 +105,7 @@ class CallCollector:
         for path in wanted:
             module = model.get_submodule(path)
             hook = module.register_forward_pre_hook(
-                lambda module, args, kwargs, path=path: self._record_call(path, (args, kwargs)),
+                lambda module, args, kwargs, path=path: self._record_call(path, module, (args, kwargs)),
                 with_kwargs=True,
             )
             stack.callback(hook.remove)
@@ -115,9 +116,22 @@ class CallCollector:
         if self.calls.keys() >= self.modules.keys():
             raise done
 
-    def _record_call(self, path: str, call: ModuleCall) -> None:
+    def _record_call(self, path: str, module: nn.Module, call: ModuleCall) -> None:
+        if path in self.calls:
+            return
         fake = any(isinstance(t, FakeTensor) for t in tree_leaves(call))
-        self.calls.setdefault(path, tree_map(partial(_copy_argument, bare=fake), call))
+        numbers = (getattr(part, "layer_idx", None) for part in module.modules())
+        layer = next((n for n in numbers if isinstance(n, int)), None)
+
+        def is_unread(value: Any) -> bool:
+            """Whether a value is a cache of keys that a layer writes into, which a second run would read."""
+            return is_empty_cache(value, layer)
+
+        self.calls[path] = tree_map(
+            lambda value: None if is_unread(value) else _copy_argument(value, bare=fake),
+            call,
+            is_leaf=is_unread,
+        )
 
 
 def run_on_small_batches(
