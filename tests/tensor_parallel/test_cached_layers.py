@@ -1,5 +1,5 @@
-"""Layers that are called with a cache of keys are split: a second run of one does not read what the first wrote
-into the cache."""
+"""Layers that are called with a cache of keys are split: a second run of a layer does not read what its first
+run wrote into the cache."""
 
 from __future__ import annotations
 
