@@ -160,9 +160,8 @@ def plan_bound_of_work(work: BatchWork) -> int:
 
 @lru_cache(maxsize=8)  # the schedule bound and measures ask for it
 def micro_batch_bound_of_work(work: BatchWork) -> int:
-    """The plan bound of plans in which micro-batches have at most as many samples as in this one; at least
-    the bound of those with any micro-batches."""
-    least = max(_even_work_ns(work, own_sizes=True), work.longest_way_ns(), plan_bound_of_work(work))
+    """The plan bound of plans in which micro-batches have at most as many samples as in this one."""
+    least = max(_even_work_ns(work, own_sizes=True), work.longest_way_ns())
     return allocation_bound(work, least, own_sizes=True)
 
 

@@ -115,7 +115,8 @@ def test_no_allocation_is_shorter_than_the_plan_bound(plans: tuple[Plan, Plan], 
     assert bound <= min(time, simulate(other, samples, step).end)
     assert bound == plan_bound(other, samples)
     own_sizes = micro_batch_bound_of_work(BatchWork(plan, samples))
-    assert bound <= own_sizes <= min(time, simulate(other, samples, step).end)
+    # `bound` counts what micro-batches keep, `own_sizes` how many samples they have: either may be larger.
+    assert own_sizes <= min(time, simulate(other, samples, step).end)
     assert own_sizes <= schedule_bound(plan, samples).ns
 
 

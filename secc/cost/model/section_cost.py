@@ -65,6 +65,7 @@ DEFAULT_EXPERT_LOAD = 0.3
 EXPERT_PARTS_ATTRIBUTE = "expert_parts"  # of a block: `SectionCost.expert_parts` of its mixtures, in a row
 # Of a block with experts in lists: their rows for each row that enters, in permille.
 LISTED_CHOICES_ATTRIBUTE = "listed_choices"
+TP_WHOLE_ATTRIBUTE = "tp_whole"  # of a block: permille of its parameters that tp leaves whole in its layers
 FLOAT32_BYTES = 4  # per entry of a parameter without a recorded dtype
 VIEW_OP_NAMES = frozenset({  # views move no data
     "view", "_unsafe_view", "reshape", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze",
@@ -153,6 +154,7 @@ class SectionCost:
             unshared_bytes: saved before the first layer, on each rank that has whole frames or windows.
         largest_layer_bytes: parameters of the largest layer. outside_layers_bytes: of everything else.
         narrowest_dim: smallest weight dimension of the call that issues most operations; 0 if unknown.
+        whole_permille: permille of the parameters that `tp` leaves whole in layers.
         sequence_parallel: norms and residuals work on parts of the sequence.
 
     Experts that lie in stacked parameters:
@@ -189,6 +191,7 @@ class SectionCost:
     layers: int = 0
     layer_input_bytes: str = "0"
     narrowest_dim: int = 0
+    whole_permille: int = 0
     forward_ns: str = "0"
     backward_ns: str = "0"
     master_bytes: int = 0
@@ -348,6 +351,7 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, part: Secti
         layers=max((case.layers for case in cases), default=0),
         layer_input_bytes=largest(case.layer_input_bytes for case in cases),
         narrowest_dim=_narrowest_dim(calls),
+        whole_permille=_whole_permille([blocks[path] for path in called_paths]),
         forward_ns=_max_measured_ns(case.forward_ns for case in cases),
         backward_ns=_max_measured_ns(case.backward_ns for case in cases) if has_backward else "0",
         master_bytes=FLOAT32_BYTES * trainable if "dtype" in graph.attributes else 0,
@@ -797,6 +801,12 @@ def _section_label(calls: list[CallOp]) -> str:
     if any("flops" not in call.attributes or "default" in _cost_label(call) for call in unmeasured):
         return "default"
     return "measured" if calls and not unmeasured else "counted"
+
+
+def _whole_permille(blocks: Sequence[BlockOp]) -> int:
+    """Permille of the blocks' parameters that `tp` leaves whole in layers."""
+    whole = sum(integer_attribute(block, TP_WHOLE_ATTRIBUTE, 0) * block.params.data for block in blocks)
+    return whole // max(1, sum(block.params.data for block in blocks))
 
 
 def _narrowest_dim(calls: list[CallOp]) -> int:

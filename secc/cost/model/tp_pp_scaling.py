@@ -247,25 +247,27 @@ def stage_shares(
 
 def cost_on_rank(cost: SectionCost, tp: int, stages: StageShares = WHOLE_SECTION) -> SectionCost:
     """The cost of the part of a section that a rank of a stage has: times of the longest stage, memory of the
-    one with most layers. Tensor parallelism does not divide `ops` and glue."""
+    one with most layers. Tensor parallelism does not divide `ops` and glue, nor the products that stay whole
+    in its layers."""
     if tp == 1 and stages == WHOLE_SECTION:
         return cost
     longest, stage_share = stages.longest, stages.layers
-    divided_share, divided_time = stage_share / tp, longest / tp
+    whole = Fraction(cost.whole_permille, 1000)
+    part = whole + (1 - whole) / tp
+    divided_share, divided_time = stage_share * part, longest * part
     replicated_parts = ALL_ACTIVATION_PARTS - CUT_ACTIVATION_PARTS
-    activations_per_layer = (
-        Fraction(replicated_parts + Fraction(CUT_ACTIVATION_PARTS, tp)) / ALL_ACTIVATION_PARTS
-    )
+    activations_per_layer = (replicated_parts + CUT_ACTIVATION_PARTS * part) / ALL_ACTIVATION_PARTS
     activations_share = stage_share * activations_per_layer
     if cost.sequence_parallel:  # inputs of the divided products are gathered and saved whole
         divided_parts = ALL_ACTIVATION_PARTS - GATHERED_ACTIVATION_PARTS
         activations_share = (
-            stage_share * (GATHERED_ACTIVATION_PARTS + Fraction(divided_parts, tp)) / ALL_ACTIVATION_PARTS
+            stage_share * (GATHERED_ACTIVATION_PARTS + divided_parts * part) / ALL_ACTIVATION_PARTS
         )
+    logits_share, logits_time = stage_share / tp, longest / tp
     slowdown = narrowing_slowdown(cost.narrowest_dim, tp)
     recompute = {
         kind: _recompute_on_rank(
-            costs, stages, divided_time * slowdown, activations_share, cost.logits_saved, divided_share
+            costs, stages, divided_time * slowdown, activations_share, cost.logits_saved, logits_share
         )
         for kind, costs in cost.recompute.items()
     }
@@ -274,21 +276,19 @@ def cost_on_rank(cost: SectionCost, tp: int, stages: StageShares = WHOLE_SECTION
     }
     return replace(
         cost,
-        largest_layer_bytes=-(-cost.largest_layer_bytes // tp),
+        largest_layer_bytes=ceil_share(cost.largest_layer_bytes, part),
         outside_layers_bytes=-(-cost.outside_layers_bytes // tp),
         flops=scale_expression(cost.flops, divided_time),
         backward_flops=scale_expression(cost.backward_flops, divided_time),
         work=scale_expression(cost.work, divided_time * slowdown),
         backward_work=scale_expression(cost.backward_work, divided_time * slowdown),
-        saved=_scale_in_parts(cost.saved, activations_share, cost.logits_saved, divided_share),
-        outside_saved=_scale_in_parts(
-            cost.outside_saved, activations_share, cost.logits_saved, divided_share
-        ),
+        saved=_scale_in_parts(cost.saved, activations_share, cost.logits_saved, logits_share),
+        outside_saved=_scale_in_parts(cost.outside_saved, activations_share, cost.logits_saved, logits_share),
         glue_bytes=_scale_in_parts(
-            cost.glue_bytes, longest * activations_share / stage_share, cost.logits_moved, divided_time
+            cost.glue_bytes, longest * activations_share / stage_share, cost.logits_moved, logits_time
         ),
-        logits_saved=scale_expression(cost.logits_saved, divided_share),
-        logits_moved=scale_expression(cost.logits_moved, divided_time),
+        logits_saved=scale_expression(cost.logits_saved, logits_share),
+        logits_moved=scale_expression(cost.logits_moved, logits_time),
         logits_backward_transient=scale_expression(cost.logits_backward_transient, Fraction(1, tp)),
         forward_transient=scale_expression(cost.forward_transient, activations_per_layer),
         narrowest_dim=cost.narrowest_dim // tp,

@@ -1,5 +1,5 @@
-"""Annotates each block with the tensor-parallel degrees that split something in it, and with what its
-ranks would share, before anything is chosen.
+"""Annotates each block with the tensor-parallel degrees that split something in it, with what its ranks would
+share, and with the part of its parameters that stays whole, before anything is chosen.
 
 The search for a mapping (`find_mapping`) runs without values for each kind of layer; that a mapping is
 exact is verified later, for the chosen one.
@@ -7,13 +7,14 @@ exact is verified later, for the chosen one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 from xdsl.dialects.builtin import ArrayAttr, ModuleOp
 
 from secc.cluster import Cluster
 from secc.cost.counting.example_arguments import CollatedSamples
+from secc.cost.model.section_cost import TP_WHOLE_ATTRIBUTE
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.tp_search.annotate_layouts import (
     LayerKey,
@@ -23,11 +24,12 @@ from secc.frontend.tp_search.annotate_layouts import (
     strip_values,
 )
 from secc.frontend.tp_search.call_collector import CallCollector
+from secc.frontend.tp_search.expert_cuts import mixture_sizes
 from secc.frontend.tp_search.find_mapping import TpMapping, find_mapping
 from secc.frontend.tp_search.hf_tp_plan import hf_column_parallel
 from secc.ir.analysis.tp_layouts import undivided_sizes
 from secc.ir.dialect.ops import graph_of
-from secc.ir.dialect.python_attributes import int_list_attr
+from secc.ir.dialect.python_attributes import int_attr, int_list_attr
 from secc.ir.dialect.typed_attributes import SharedSizeAttr
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.unsplit_reason import SharedSize, UnsplitKind
@@ -46,7 +48,8 @@ def annotate_possible_tp(
     known: MappingsByLayer,
 ) -> None:
     """Writes `tp` on each block with anything to split: the powers of two, up to the devices of a node,
-    that split it. Writes `shared`: the numbers of heads and outputs that a tp has to divide.
+    that split it. Writes `shared`: the numbers of heads and outputs that a tp has to divide; and
+    `tp_whole`: the permille of the block's parameters in its layers that stay whole.
 
     meta: the user's model without weights. model: one with weights, if it fits on this machine. known:
     mappings found for another capture of the model; new ones are added. CPU ranks share a memory, so
@@ -96,6 +99,24 @@ def annotate_possible_tp(
             graph.blocks[block].attributes["tp"] = int_list_attr(taken)
         if shared := list(dict.fromkeys(size for kind in kinds for size in _shared_sizes(kind))):
             graph.blocks[block].attributes["shared"] = ArrayAttr([SharedSizeAttr.of(size) for size in shared])
+        if whole := _whole_permille(inside.values(), found):
+            graph.blocks[block].attributes[TP_WHOLE_ATTRIBUTE] = int_attr(whole)
+
+
+def _whole_permille(
+    layers: Collection[nn.Module], found: Mapping[LayerKey, Sequence[TpMapping | None]]
+) -> int:
+    """Returns the permille of the layers' parameters in products that stay whole on every rank under the
+    first tp that splits anything. Layers with experts, which `ep` divides as well, count as split."""
+    whole, entries = 0, 0
+    for layer in layers:
+        mappings = found[layer_key(layer)]
+        taken = next((m for m in mappings if m is not None and _mapping_verdict(m)), None)
+        entries += sum(p.numel() for p in layer.parameters())
+        if taken is not None and not any(map(mixture_sizes, layer.modules())):
+            products = (layer.get_submodule(path) for path in taken.unsplit_reasons)
+            whole += sum(p.numel() for product in products for p in product.parameters())
+    return 1000 * whole // max(1, entries)
 
 
 def _find_mapping_for_tp(
