@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from secc.runtime.plan.schema import CLASS_KEY
 
@@ -62,6 +63,12 @@ def is_empty_cache(value: object, layer: int | None = None) -> bool:
         for cls in type(value).__mro__
     )
     return is_cache and not _holds_tensors(value, layer)
+
+
+def cache_layer(module: nn.Module) -> int | None:
+    """The number of the layer under which a module of Hugging Face keeps keys and values in a cache."""
+    numbers = (getattr(part, "layer_idx", None) for part in module.modules())
+    return next((n for n in numbers if isinstance(n, int)), None)
 
 
 def _holds_tensors(value: object, layer: int | None) -> bool:

@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from secc.runtime.errors import UserError
-from secc.runtime.model.dataclass_args import is_empty_cache
+from secc.runtime.model.dataclass_args import cache_layer, is_empty_cache
 from secc.runtime.model.deferred_scalar import DeferredScalar
 from secc.runtime.model.function_blocks import FunctionBlock, find_running_functions, intercepted_functions
 from secc.runtime.model.nested_batch import dict_list_columns, find_tensor_lists, unflatten_batch
@@ -133,8 +133,8 @@ class Recorder:
         self._paths = module_paths_by_id(self._model)
         self._suggested_parts = set[str]()  # in place of blocks inside which a caller collects results
         self._growing_blocks = set[str]()  # blocks that add to lists or dicts of their callers
-        self._keeps_caches = False  # a block reads what an earlier call of it wrote into a cache
-        self._omitted_caches = dict[int, tuple[object, set[str]]]()  # by id, and the blocks called without
+        self._keeps_caches = False  # a block reads what an earlier call wrote into a cache
+        self._omitted_caches = dict[int, tuple[object, set[int | str]]]()  # by id, and the layers without it
         self._opened_blocks = set[str]()  # blocks that hide what should be seen, which were opened
         self.shows_placed_rows = self.follows_draws = False
         self._uses_random_values = False  # whether a module runs with random values now
@@ -677,7 +677,7 @@ class Recorder:
         watched = self._recorded_modules.hooked_submodule(path)
         if watched is not None and self._recorded_modules.parts_with_weights(path):
             self._wish_opened(path, f"a forward hook reads the result of {watched}", current_source_line())
-        args, kwargs = self._omit_empty_caches(path, args, kwargs)
+        args, kwargs = self._omit_empty_caches(path, module, args, kwargs)
         args, kwargs = self._write_out_block_masks(path, (args, kwargs))
         with self.pause_recording():
             call, rule = self._emit_block_call(path, args, kwargs), self._next_shape_rule(path, args, kwargs)
@@ -734,14 +734,16 @@ class Recorder:
                 self._note_random_op(replace(placed, path=owner) if is_own else placed)
         return forward_hooks.run_forward_hooks(module, args, kwargs, out)
 
-    def _omit_empty_caches(self, path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _omit_empty_caches(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Replaces caches without keys and values by None: a block writes into them, and nobody reads what it
-        wrote. A cache that a block is called with a second time is read, and stays from then on."""
+        wrote. A cache with which two blocks of the same layer number are called is read (by the layers of a
+        second model, or in a second call), and stays from then on."""
         for value in (*args, *kwargs.values()):
             if is_empty_cache(value):
-                _, blocks = self._omitted_caches.setdefault(id(value), (value, set()))
-                self._keeps_caches |= path in blocks
-                blocks.add(path)
+                layer = path if (number := cache_layer(module)) is None else number
+                _, layers = self._omitted_caches.setdefault(id(value), (value, set()))
+                self._keeps_caches |= layer in layers
+                layers.add(layer)
         if self._keeps_caches or not self._omitted_caches:
             return args, kwargs
         return (

@@ -28,7 +28,7 @@ from secc.errors import NotEnoughMemory
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.frontend.tp_search.find_mapping import ModuleCall
 from secc.ir.dialect.ops import CallOp, GraphOp
-from secc.runtime.model.dataclass_args import is_empty_cache
+from secc.runtime.model.dataclass_args import cache_layer, is_empty_cache
 from secc.runtime.model.module_copies import copy_module
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.training.eager_watch import run_forward
@@ -120,8 +120,7 @@ class CallCollector:
         if path in self.calls:
             return
         fake = any(isinstance(t, FakeTensor) for t in tree_leaves(call))
-        numbers = (getattr(part, "layer_idx", None) for part in module.modules())
-        layer = next((n for n in numbers if isinstance(n, int)), None)
+        layer = cache_layer(module)
 
         def is_unread(value: Any) -> bool:
             """Whether a value is a cache of keys that a layer writes into, which a second run would read."""

@@ -205,22 +205,31 @@ def test_layers_are_called_without_a_cache_that_nobody_reads() -> None:
     assert {*recorder.blocks} == {f"model.layers.{i}" for i in range(3)}
 
 
-def test_a_cache_that_a_second_call_reads_is_kept() -> None:
-    class Cached(nn.Linear):
-        def forward(self, x: torch.Tensor, cache: transformers.DynamicCache | None) -> torch.Tensor:
-            return super().forward(x)
+class CachedLine(nn.Linear):
+    def __init__(self, layer_idx: int | None) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.layer_idx = layer_idx
 
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Cached(WIDTH, WIDTH)
+    def forward(self, x: torch.Tensor, cache: transformers.DynamicCache | None) -> torch.Tensor:
+        return super().forward(x)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            cache = transformers.DynamicCache()
-            return self.layer(self.layer(x, cache), cache).sum()
 
+class TwoCalls(nn.Module):
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = transformers.DynamicCache()
+        return self.layers[-1](self.layers[0](x, cache), cache).sum()
+
+
+@pytest.mark.parametrize("layers", [[CachedLine(None)], [CachedLine(3), CachedLine(3)]])
+def test_a_cache_that_is_read_is_kept(layers: Sequence[nn.Module]) -> None:
+    """By a second call of a layer, or by a layer of the same number in another model."""
+    blocks = [f"layers.{i}" for i in range(len(layers))]
     with pytest.raises(UserError, match="called with a value of type DynamicCache"):
-        Recorder(Twice(), ["layer"]).record({"x": torch.ones(2, WIDTH)})
+        Recorder(TwoCalls(layers), blocks).record({"x": torch.ones(2, WIDTH)})
 
 
 def test_a_block_and_its_part_that_want_each_other_are_refused() -> None:
