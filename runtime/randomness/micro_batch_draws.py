@@ -53,13 +53,16 @@ _extreme_coins: ContextVar[ExtremeCoins | None] = ContextVar("extreme_coins", de
 
 @dataclass
 class ExtremeCoins:
-    """While these are in use, a call that draws few numbers for a sample draws them from the lowest or the
-    highest 0.1% of their range, each for about half of the samples; one that draws many (a mask, of which
-    forward may read one column) does so at half of their places. What forward does for rare draws happens
-    often then.
+    """While these are in use, random numbers come from an end of their range, so that what forward does for
+    rare numbers happens often.
 
-    number: chooses the samples and calls that draw the lowest; for 2k + 1 they are those that draw the
-    highest for 2k. It also chooses the places; those for 4k + 2 and 4k + 3 are the others of 4k and 4k + 1.
+    A call that draws few numbers for a sample draws them all from the lowest 0.1% of their range for about
+    half of the samples, and from the highest 0.1% for the others. A call that draws many (a mask; forward may
+    read a single column of it) does so at half of the places of its result, and draws as usual elsewhere.
+
+    number: decides which samples and calls draw the lowest; with 2k + 1 these are the ones that draw the
+    highest with 2k. It also decides the places; with 4k + 2 and 4k + 3 they are those left out with 4k and
+    4k + 1.
     were_drawn: there was such a call.
     """
 

@@ -96,7 +96,8 @@ def push_to_ends(func: Any, args: Any, kwargs: Any, bits: torch.Tensor, low: tor
 
 
 def _push_to_tails(bits: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return bits of which `_standard_normal` makes numbers below -3 or above 3."""
+    """Return random bits that `_standard_normal` turns into numbers below -3 where `low` is true, and above 3
+    elsewhere."""
     radius = (bits >> 32 & _WORD_MASK) >> _END_DIGITS
     angle = (bits & _WORD_MASK) >> 4  # at most a sixteenth of a turn
     return radius << 32 | torch.where(low, angle | 1 << 31, angle)

@@ -735,9 +735,9 @@ class Recorder:
         return forward_hooks.run_forward_hooks(module, args, kwargs, out)
 
     def _omit_empty_caches(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Replaces caches without keys and values by None: a block writes into them, and nobody reads what it
-        wrote. A cache with which two blocks of the same layer number are called is read (by the layers of a
-        second model, or in a second call), and stays from then on."""
+        """Replaces empty caches of keys and values among a block's arguments by None, since no other block
+        reads what this one would write. If a second block with the same layer number, or the same block
+        again, is called with a cache, it does read the first one's keys: from then on caches stay."""
         for value in (*args, *kwargs.values()):
             if is_empty_cache(value):
                 layer = path if (number := cache_layer(module)) is None else number

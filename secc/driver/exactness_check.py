@@ -125,7 +125,8 @@ def check_exactness(compiled: CompiledPlan, required: bool = False) -> CompiledP
     limit_threads(compiled.model)
     light = select_light_samples(compiled.survey, compiled.model, _MOST_ENTRIES)
     why = (
-        f"a batch of heavier ones has over {_MOST_ENTRIES:.0e} numbers in a tensor, as scores of a vocabulary"
+        f"a batch of heavier ones has over {_MOST_ENTRIES:,} numbers in a tensor, such as the scores of a"
+        " vocabulary"
     )
     compared = compiled if light is compiled.survey else dataclasses.replace(compiled, survey=light)
     while True:

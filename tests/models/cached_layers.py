@@ -1,5 +1,5 @@
-"""Distillation with `use_cache` on in both models, as Hugging Face has it by default: the layers are called
-with caches of keys and values that nobody reads, some of them with a window."""
+"""Distillation with `use_cache` on in both models, which is Hugging Face's default: each layer writes its
+keys and values into a cache that no other layer reads. Some layers of the teacher attend within a window."""
 
 from __future__ import annotations
 

@@ -99,11 +99,11 @@ def annotate_possible_tp(
             graph.blocks[block].attributes["tp"] = int_list_attr(taken)
         if shared := list(dict.fromkeys(size for kind in kinds for size in _shared_sizes(kind))):
             graph.blocks[block].attributes["shared"] = ArrayAttr([SharedSizeAttr.of(size) for size in shared])
-        if whole := _whole_permille(inside.values(), found):
+        if whole := _permille_left_whole(inside.values(), found):
             graph.blocks[block].attributes[TP_WHOLE_ATTRIBUTE] = int_attr(whole)
 
 
-def _whole_permille(
+def _permille_left_whole(
     layers: Collection[nn.Module], found: Mapping[LayerKey, Sequence[TpMapping | None]]
 ) -> int:
     """Returns the permille of the layers' parameters in products that stay whole on every rank under the

@@ -69,7 +69,7 @@ def _mixes_tokens(mixture: nn.Module, call: ModuleCall) -> bool:
         count = next(t for t in given.values() if isinstance(t, torch.Tensor)).shape[0]
         whole, again = (_run_rows(mixture, given, slice(None), count) for _ in range(2))
         joined = torch.cat([_run_rows(mixture, given, rows, count) for rows in _halves(count)])
-    except Exception:  # whatever the user's code does on parts, of which one may be wider: nothing is known
+    except Exception:  # the user's code fails on some of the rows, or its results cannot be joined
         return False
     scale = float(whole.detach().abs().max()) * TOLERANCE
     is_fixed = torch.allclose(whole, again, rtol=0.0, atol=scale)  # not where it draws random numbers

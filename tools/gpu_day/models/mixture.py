@@ -1,4 +1,4 @@
-"""A decoder whose layers are mixtures of experts: at the real layer sizes, two layers of Qwen3-30B-A3B."""
+"""A decoder with mixtures of experts. The real layer sizes are those of Qwen3-30B-A3B, in two layers."""
 
 from __future__ import annotations
 
