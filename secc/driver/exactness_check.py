@@ -25,6 +25,7 @@ from secc.driver.global_switches import GlobalSwitch, find_global_switch
 from secc.driver.kept_state import refuse_kept_state
 from secc.driver.optional_inputs import ChangingInput, find_changing_input
 from secc.driver.python_draws import GeneratorStates, draws_error, naming_draws
+from secc.driver.unmet_values import ComparisonWatch, UnmetValue, iter_unmet_values
 from secc.errors import InexactPlan, NotEnoughMemory, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
@@ -58,6 +59,7 @@ from secc.runtime.training.one_rank_plan import (
     StepComparison,
 )
 
+_MOST_UNMET_VALUES = 6  # that samples are compared with
 _EXTREME_COINS = 4  # comparisons with random numbers close to an end of their range
 _DRAWN_COPIES = 4  # of each sample where random numbers may decide whether padding is read
 # Numbers in the largest tensor of a batch that is compared, where there are lighter samples: 2 GiB.
@@ -549,15 +551,19 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
     assert compiled.model is not None
     rare = compiled.survey.rare_samples(pattern) + compiled.survey.flagged_samples(pattern)
     samples = compiled.survey.compose_batches(pattern)[-1] + rare
+    watch = _watch_comparisons(compiled)
     try:
-        reference = _run_deterministic_reference(compiled, rank, samples)
+        with watch:
+            reference = _run_deterministic_reference(compiled, rank, samples)
     except UserError:
         if not compiled.survey.has_crops:
             raise
         # Other inputs, such as lengths, may contradict shortened sequences.
         compiled = dataclasses.replace(compiled, survey=compiled.survey.without_crops())
         samples = compiled.survey.compose_batches(pattern)[-1] + rare
-        reference = _run_deterministic_reference(compiled, rank, samples)
+        watch = _watch_comparisons(compiled)
+        with watch:
+            reference = _run_deterministic_reference(compiled, rank, samples)
     _check_decisions(compiled, rank, pattern)
     sizes = _padding_sizes(compiled.plan)
     if len(sizes) > 1 and _may_draw_padding(compiled.plan):
@@ -578,9 +584,62 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
     if not worst.is_exact:
         _refuse_gradient_hooks(rank, samples)
         refuse_faults_of_one(compiled, rank, samples, reference)
-    elif compiled.plan.draws and 1 in sizes:
+        return check
+    if not compiled.plan.checks.get("accepted"):
+        _compare_unmet_values(compiled, rank, samples, watch)
+    if compiled.plan.draws and 1 in sizes:
         check = _compare_extreme_coins(compiled, rank, samples, check)
     return check
+
+
+def _watch_comparisons(compiled: CompiledPlan) -> ComparisonWatch:
+    """Returns what notes the comparisons of values in blocks."""
+    assert compiled.model is not None
+    return ComparisonWatch(compiled.model, (b for s in compiled.plan.sections for b in s.blocks))
+
+
+def _compare_unmet_values(
+    compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]], watch: ComparisonWatch
+) -> None:
+    """Compares samples with values that blocks ask for and that none of `samples` has. Raises UserError if
+    they are not exact."""
+    answers, compared = dict(watch.answers), 0
+    for asked, unmet in iter_unmet_values(answers, samples):
+        if compared == _MOST_UNMET_VALUES:
+            return
+        trial = _watch_comparisons(compiled)
+        try:
+            with trial:
+                reference = _run_reference(compiled, rank, unmet.samples)
+            if answers[asked] >= trial.answers.get(asked, set()):
+                continue  # the value does not reach this line, or another one did before
+            for other, found in trial.answers.items():
+                answers.setdefault(other, set()).update(found)
+            compared += 1
+            sizes = [1, *_padding_sizes(compiled.plan)[1:]]
+            comparisons = [rank.compare_step(unmet.samples, size, reference) for size in sizes]
+        except NotEnoughMemory:
+            raise
+        except UserError:
+            continue  # plain PyTorch does not take the value, or a run refuses such samples
+        if inexact := next((c for c in comparisons if not c.is_exact), None):
+            raise _unmet_value_error(compiled, unmet, inexact)
+
+
+def _unmet_value_error(compiled: CompiledPlan, unmet: UnmetValue, comparison: StepComparison) -> InexactPlan:
+    what = f"where {unmet.key!r} is {unmet.value:g}, which this line asks for and no compared sample has, "
+    if coupling := _find_coupling(compiled, unmet.samples):
+        return InexactPlan(what + coupling.message, unmet.where, coupling.remedy)
+    d = comparison.decisive.difference
+    message = (
+        f"{what}micro-batches compute another loss than the batch: it is off by {d.loss:.3g} and the gradient"
+        f" of {d.worst} by {d.gradient:.3g} tolerances"
+    )
+    remedy = (
+        "decide for each sample, with torch.where or a mask, and compute nothing over the samples; or take"
+        " the line out if no sample ever has this value"
+    )
+    return InexactPlan(message, unmet.where, remedy)
 
 
 def _compare_extreme_coins(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from secc.frontend.tp_search.expert_cuts import mixture_sizes, record_first_calls
 from secc.frontend.tp_search.find_mapping import ModuleCall
@@ -63,12 +63,10 @@ def _count_entries(call: ModuleCall) -> int:
 
 def _mixes_tokens(mixture: nn.Module, call: ModuleCall) -> bool:
     """Whether two halves of the entries along dim 0 give other results than all together."""
-    args, kwargs = call
     try:
-        given = inspect.signature(mixture.forward).bind(*args, **kwargs).arguments
-        count = next(t for t in given.values() if isinstance(t, torch.Tensor)).shape[0]
-        whole, again = (_run_rows(mixture, given, slice(None), count) for _ in range(2))
-        joined = torch.cat([_run_rows(mixture, given, rows, count) for rows in _halves(count)])
+        count = next(t for t in tree_leaves(call) if isinstance(t, torch.Tensor)).shape[0]
+        whole, again = (_run_rows(mixture, call, slice(None), count) for _ in range(2))
+        joined = torch.cat([_run_rows(mixture, call, rows, count) for rows in _halves(count)])
     except Exception:  # the user's code fails on some of the rows, or its results cannot be joined
         return False
     scale = float(whole.detach().abs().max()) * TOLERANCE
@@ -82,12 +80,13 @@ def _halves(count: int) -> Iterator[slice]:
     yield slice(count // 2, count)
 
 
-def _run_rows(mixture: nn.Module, given: dict[str, Any], rows: slice, count: int) -> torch.Tensor:
+def _run_rows(mixture: nn.Module, call: ModuleCall, rows: slice, count: int) -> torch.Tensor:
     """Returns the first result of floats for some entries of all tensors with `count` of them."""
-    arguments = {
-        name: v[rows] if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] == count else v
-        for name, v in given.items()
-    }
+
+    def pick(value: Any) -> Any:
+        return value[rows] if isinstance(value, torch.Tensor) and value.shape[:1] == (count,) else value
+
+    args, kwargs = tree_map(pick, call)
     with torch.no_grad():
-        out = tree_leaves(mixture(**arguments))
+        out = tree_leaves(mixture(*args, **kwargs))
     return next(t for t in out if isinstance(t, torch.Tensor) and t.is_floating_point())

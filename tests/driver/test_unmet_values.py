@@ -1,0 +1,79 @@
+"""What a block does for a value that no compared sample has is compared with plain PyTorch, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
+from secc.driver.unmet_values import AskedNumber, ComparisonWatch, iter_unmet_values
+from secc.errors import InexactPlan
+from tests.models import unmet_task
+
+MODEL = Path(unmet_task.__file__)
+
+
+def check(path: Path, **options: tuple[str, ...]) -> CompiledPlan:
+    made = compile_model(path, CompileOptions(cluster="local:2", global_batch=8, **options))
+    return check_exactness(made, required=True)
+
+
+def test_a_task_that_no_drawn_sample_has_is_compared() -> None:
+    with pytest.raises(InexactPlan, match=r"where 'task' is 7, which this line asks for") as refused:
+        check(MODEL)
+    assert "unmet_task.py:" in refused.value.where
+    assert "--whole-batch blocks.0 --whole-batch blocks.1" in refused.value.remedy
+
+
+def test_the_named_remedy_is_exact_at_the_widths_that_the_value_needs() -> None:
+    made = check(MODEL, whole_batch=("blocks",))
+    assert all(p["exact"] for p in made.plan.checks["patterns"])
+    assert made.plan.widths == "global"  # the mean takes padded positions along
+
+
+def test_a_task_that_python_reads_is_compared(tmp_path: Path) -> None:
+    text = MODEL.read_text().replace("[nn.Module] = Centered", "[nn.Module] = ReadCentered")
+    (tmp_path / "model.py").write_text(text)
+    with pytest.raises(InexactPlan, match=r"where 'task' is 7, which this line asks for"):
+        check(tmp_path / "model.py")
+
+
+def test_a_flag_that_no_drawn_sample_has_is_compared(tmp_path: Path) -> None:
+    text = MODEL.read_text().replace("(conditions[0] == RARE_TASK).any()", "conditions[0].any()")
+    text = text.replace("torch.tensor(RARE_TASK if i == 2987 else i % 5)", "torch.tensor(i == 2987)")
+    (tmp_path / "model.py").write_text(text)
+    with pytest.raises(InexactPlan, match=r"where 'task' is 1, which this line asks for"):
+        check(tmp_path / "model.py")
+
+
+def test_a_value_that_only_its_sample_depends_on_is_exact(tmp_path: Path) -> None:
+    old = "if (conditions[0] == RARE_TASK).any():\n            y = y - y.mean(0, keepdim=True)"
+    new = "y = torch.where((conditions[0] == RARE_TASK)[:, None, None], -y, y)"
+    text = MODEL.read_text().replace(old, new)
+    assert new in text
+    (tmp_path / "model.py").write_text(text)
+    assert all(p["exact"] for p in check(tmp_path / "model.py").plan.checks["patterns"])
+
+
+def test_only_answers_that_are_missing_are_tried() -> None:
+    model = unmet_task.model()
+    samples = unmet_task.dataset()[:4]
+    with ComparisonWatch(model, ["blocks"]) as watch:
+        model.blocks[0](torch.zeros(4, 3, 16), torch.tensor([0, 1, 2, 3]))
+        model.blocks[1](torch.zeros(4, 3, 16), torch.tensor([0, 1, 2, 3]))
+    (asked,) = (a for a in watch.answers if a.comparison == "eq")
+    assert (asked.number, watch.answers[asked]) == (unmet_task.RARE_TASK, {False})
+    tried = list(iter_unmet_values({asked: {False}}, samples))
+    assert [int(s["task"]) for s in tried[0][1].samples] == [7, 1, 7, 3]
+    assert not list(iter_unmet_values({asked: {False, True}}, samples))
+
+
+def test_both_sides_of_an_order_are_tried() -> None:
+    late = AskedNumber("net.py:3", "gt", 0.8, is_whole=False)
+    samples = [{"t": torch.tensor(0.5)}, {"t": torch.tensor(0.25)}]
+    tried = [float(unmet.samples[0]["t"]) for _, unmet in iter_unmet_values({late: {False}}, samples)]
+    assert min(tried) < 0.8 < max(tried)
