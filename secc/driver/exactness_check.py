@@ -605,7 +605,7 @@ def _compare_unmet_values(
     they are not exact."""
     answers, compared = dict(watch.answers), 0
     for asked, unmet in iter_unmet_values(answers, samples):
-        if compared == _MOST_UNMET_VALUES:
+        if compared >= _MOST_UNMET_VALUES:
             return
         trial = _watch_comparisons(compiled)
         try:

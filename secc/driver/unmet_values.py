@@ -92,7 +92,7 @@ class ComparisonWatch(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             self.note_read(args[0], [result])
         elif (compare := _COMPARISONS.get(func.overloadpacket)) is not None:
-            self._note_comparison(compare.__name__, *args[:2], result)
+            self._note_comparison(compare.__name__, args[0], args[1], result)
         return result
 
     def _note_comparison(self, name: str, tensor: Any, other: Any, result: torch.Tensor) -> None:

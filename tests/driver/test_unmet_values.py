@@ -17,8 +17,8 @@ from tests.models import unmet_task
 MODEL = Path(unmet_task.__file__)
 
 
-def check(path: Path, **options: tuple[str, ...]) -> CompiledPlan:
-    made = compile_model(path, CompileOptions(cluster="local:2", global_batch=8, **options))
+def check(path: Path, whole_batch: tuple[str, ...] = ()) -> CompiledPlan:
+    made = compile_model(path, CompileOptions(cluster="local:2", global_batch=8, whole_batch=whole_batch))
     return check_exactness(made, required=True)
 
 
@@ -60,11 +60,11 @@ def test_a_value_that_only_its_sample_depends_on_is_exact(tmp_path: Path) -> Non
 
 
 def test_only_answers_that_are_missing_are_tried() -> None:
-    model = unmet_task.model()
+    model = unmet_task.TaggedReader()
     samples = unmet_task.dataset()[:4]
     with ComparisonWatch(model, ["blocks"]) as watch:
-        model.blocks[0](torch.zeros(4, 3, 16), torch.tensor([0, 1, 2, 3]))
-        model.blocks[1](torch.zeros(4, 3, 16), torch.tensor([0, 1, 2, 3]))
+        for block in model.blocks:
+            block(torch.zeros(4, 3, 16), torch.tensor([0, 1, 2, 3]))
     (asked,) = (a for a in watch.answers if a.comparison == "eq")
     assert (asked.number, watch.answers[asked]) == (unmet_task.RARE_TASK, {False})
     tried = list(iter_unmet_values({asked: {False}}, samples))
