@@ -125,6 +125,8 @@ class _ForwardLimit:
         if self._bytes_before and replica.between_bytes and replica.between_bytes[stage]:
             self.between = list(map(replica.between_bytes[stage].__getitem__, order))
             self._between_before = [0, *accumulate(self.between)]
+            # What a backward adds, less the bytes before its micro-batch.
+            self._between_after = list(map(int.__sub__, self.between, self._bytes_before))
         self._limit = 0
 
     def backward_fits(self, forwards: int, backwards: int, finished: int) -> bool:
@@ -146,11 +148,8 @@ class _ForwardLimit:
             until = self._bytes_before[forwards + 1]
             held = until - self._bytes_before[finished]
             held += self._between_before[backwards] - self._between_before[finished]
-            fits = held <= self._byte_limit and all(
-                until - self._bytes_before[k] + self.between[k] <= self._byte_limit
-                for k in range(backwards, forwards + 1)
-            )
-            return forwards + fits
+            largest = max(self._between_after[backwards : forwards + 1])
+            return forwards + (held <= self._byte_limit and until + largest <= self._byte_limit)
         limit, before = max(self._limit, finished + 1), self._bytes_before
         allowed = before[finished] + self._byte_limit
         while limit < most and before[limit + 1] <= allowed:
