@@ -26,7 +26,7 @@ SizeColumns = Mapping[str, Sequence[int]]
 _BINARY_OPS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 _SHOWN_CHARACTERS = 200
 _ALLOWED_CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
-MIN_TENSOR_ROWS = 128  # shorter columns are evaluated row by row
+MIN_TENSOR_ROWS = 64  # shorter columns are evaluated row by row
 _MAX_INT64 = (1 << 63) - 1
 
 _Value: TypeAlias = "int | torch.Tensor"  # of a constant, or of all rows
@@ -174,7 +174,7 @@ class _ColumnSteps:
 
     def evaluate_columns(self, columns: SizeColumns) -> list[int] | None:
         """Returns the values of all rows; None where that takes Python's integers: an intermediate result
-        may exceed int64, or a divisor is no constant. Raises KeyError for an unknown symbol.
+        may exceed int64, or a divisor is 0. Raises KeyError for an unknown symbol.
         """
         try:
             value = self.evaluate_tensors({name: int_tensor(columns[name]) for name in self.symbols})
@@ -184,27 +184,49 @@ class _ColumnSteps:
 
     def evaluate_tensors(self, columns: Mapping[str, torch.Tensor]) -> _Value | None:
         """Returns `evaluate_columns` of int64 tensors as one, or a constant."""
-        values: list[_Value] = []
-        limits: list[int] = []  # no value is larger in magnitude
-        for name in self.symbols:
-            values.append(columns[name])
-            limits.append(int(max(map(abs, columns[name].aminmax()))))
+        values: list[_Value] = [columns[name] for name in self.symbols]
+        limits = list(map(_largest_magnitude, values))  # no value is larger in magnitude
         for operation, a, b in self.steps:
             if operation == "constant":
+                if abs(a) > _MAX_INT64:
+                    return None
                 values.append(a)
                 limits.append(abs(a))
-            elif operation in ("FloorDiv", "Mod") and (not isinstance(values[b], int) or not values[b]):
+                continue
+            if operation in ("FloorDiv", "Mod") and not _is_nonzero(values[b]):
                 return None
-            else:
-                compute, limit = _COLUMN_OPERATIONS[operation]
-                values.append(compute(values[a], values[b]))
-                limits.append(limit(limits[a], limits[b]))
-            if limits[-1] > _MAX_INT64:
-                return None
+            compute, limit_of = _COLUMN_OPERATIONS[operation]
+            limit = limit_of(limits[a], limits[b])
+            if limit > _MAX_INT64:
+                limits[a], limits[b] = _largest_magnitude(values[a]), _largest_magnitude(values[b])
+                limit = limit_of(limits[a], limits[b])
+                if limit > _MAX_INT64:
+                    return None
+            elif operation == "FloorDiv" and isinstance(values[b], int):
+                limit = limit // limits[b] + 1
+            values.append(compute(values[a], values[b]))
+            limits.append(limit)
         return values[self.result]
 
 
 _split_into_steps = cache(_ColumnSteps)
+
+
+def _largest_magnitude(value: _Value) -> int:
+    if isinstance(value, int):
+        return abs(value)
+    least, most = value.aminmax()
+    return max(-int(least), int(most))
+
+
+def _is_nonzero(divisor: _Value) -> bool:
+    """Whether no row divides by 0."""
+    return bool(divisor) if isinstance(divisor, int) else bool(divisor.all())
+
+
+def _divide(a: _Value, b: _Value) -> _Value:
+    """`a // b`; of a tensor without the wrapper of its operator, which takes as long as the division."""
+    return torch.floor_divide(a, b) if isinstance(a, torch.Tensor) else a // b
 
 
 def _smaller(a: _Value, b: _Value) -> _Value:
@@ -224,7 +246,7 @@ _COLUMN_OPERATIONS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[int, in
     "Add": (operator.add, operator.add),
     "Sub": (operator.sub, operator.add),
     "Mult": (operator.mul, operator.mul),
-    "FloorDiv": (operator.floordiv, lambda a, b: a // b + 1),
+    "FloorDiv": (_divide, lambda a, _: a),
     "Mod": (operator.mod, lambda _, b: b),
     "min": (_smaller, max),
     "max": (_greater, max),

@@ -62,6 +62,26 @@ def test_long_columns_divide_by_symbols_as_python_does():
         evaluate_expr_columns("B // S", columns, MIN_TENSOR_ROWS)
 
 
+@given(
+    st.sampled_from(["B // max(1, S) * (S + 7)", "B % max(1, S)", "(B * n_pixels) // max(3, S)"]),
+    st.lists(sizes, min_size=1, max_size=4),
+    st.sampled_from([1, 10**6, 10**12]),
+)
+def test_long_columns_divided_by_symbols_have_the_value_of_each_row(text, places, factor):
+    rows = [{**place, "B": factor * place["B"]} for place in places] * MIN_TENSOR_ROWS
+    columns = {name: [row[name] for row in rows] for name in ("B", "S", "n_pixels")}
+    expected = [evaluate_expr(text, row) for row in rows[: len(places)]] * MIN_TENSOR_ROWS
+    assert evaluate_expr_columns(text, columns, len(rows)) == expected
+
+
+def test_long_columns_with_large_values_in_different_rows_are_exact():
+    columns = {"B": [1 << 40, 1] * MIN_TENSOR_ROWS, "S": [1, 1 << 40] * MIN_TENSOR_ROWS}
+    assert evaluate_expr_columns("B*S*3", columns, 2 * MIN_TENSOR_ROWS) == [3 << 40] * (2 * MIN_TENSOR_ROWS)
+    assert evaluate_expr_columns(f"B // {1 << 70}", columns, 2 * MIN_TENSOR_ROWS) == [0] * (
+        2 * MIN_TENSOR_ROWS
+    )
+
+
 REFUSED = [
     "",
     "B +",
