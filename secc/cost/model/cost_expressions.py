@@ -5,6 +5,7 @@ The layers of a stack ask for the same sums many times, so results are cached.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import cache
@@ -32,8 +33,21 @@ def _max_of_sorted(texts: tuple[str, ...]) -> str:
 
 def _always_exceeds(more: str, less: str) -> bool:
     """Whether `more` >= `less` for all sizes: no coefficient of the difference is negative."""
-    difference = sympy.expand(size_expr.parse_expr(more) - size_expr.parse_expr(less))
+    difference = sympy.expand(_parse_with_calls_as_symbols(more) - _parse_with_calls_as_symbols(less))
     return all(c.is_nonnegative for c in difference.as_coefficients_dict().values())
+
+
+@cache
+def _parse_with_calls_as_symbols(text: str) -> Expr:
+    """Parses an expression with a symbol for each maximum and minimum: sympy compares all their arguments,
+    which takes up to a second."""
+    return size_expr.expr_from_ast(_CallsAsSymbols().visit(ast.parse(text, mode="eval").body))
+
+
+class _CallsAsSymbols(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.Name:
+        """A name for the call, the same for equal ones."""
+        return ast.Name(id=ast.unparse(node))
 
 
 def substitute_estimates(text: str, estimates: Mapping[str, Expr]) -> str:

@@ -221,6 +221,9 @@ def test_sequence_parallelism_saves_less_and_sends_more() -> None:
 def test_maximum_of_expressions() -> None:
     assert max_expr(["B*S", "B*S + n", "2*B*S"]) == "max(2*B*S, B*S + n)"
     assert max_expr(["B", "B"]) == "B" and max_expr([]) == "0"
+    shared = "max(0, B*S - 7)*3//64"
+    assert max_expr([f"0 + {shared}", f"9*B + {shared}"]) == f"9*B + {shared}"
+    assert max_expr([f"B + {shared}", f"S + {shared}"]) == f"max(B + {shared}, S + {shared})"
 
 
 def test_section_transfers() -> None:
