@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any, TypeAlias
 
@@ -184,32 +185,71 @@ class _ColumnSteps:
 
     def evaluate_tensors(self, columns: Mapping[str, torch.Tensor]) -> _Value | None:
         """Returns `evaluate_columns` of int64 tensors as one, or a constant."""
-        values: list[_Value] = [columns[name] for name in self.symbols]
-        limits = list(map(_largest_magnitude, values))  # no value is larger in magnitude
-        for operation, a, b in self.steps:
+        values: list[_Value | _LargeProduct] = [columns[name] for name in self.symbols]
+        limits = [_largest_magnitude(columns[name]) for name in self.symbols]  # no value is larger
+        for operation, i, j in self.steps:
             if operation == "constant":
-                if abs(a) > _MAX_INT64:
+                if abs(i) > _MAX_INT64:
                     return None
-                values.append(a)
-                limits.append(abs(a))
+                values.append(i)
+                limits.append(abs(i))
                 continue
-            if operation in ("FloorDiv", "Mod") and not _is_nonzero(values[b]):
+            a, b = values[i], values[j]
+            if isinstance(a, _LargeProduct) and operation == "FloorDiv" and isinstance(b, int):
+                value, limit = a.divide(b)
+            elif isinstance(a, _LargeProduct) or isinstance(b, _LargeProduct):
                 return None
-            compute, limit_of = _COLUMN_OPERATIONS[operation]
-            limit = limit_of(limits[a], limits[b])
-            if limit > _MAX_INT64:
-                limits[a], limits[b] = _largest_magnitude(values[a]), _largest_magnitude(values[b])
-                limit = limit_of(limits[a], limits[b])
-                if limit > _MAX_INT64:
-                    return None
-            elif operation == "FloorDiv" and isinstance(values[b], int):
-                limit = limit // limits[b] + 1
-            values.append(compute(values[a], values[b]))
+            else:
+                value, limit = _compute_column(operation, a, b, limits[i], limits[j])
+            if value is None:
+                return None
+            values.append(value)
             limits.append(limit)
-        return values[self.result]
+        result = values[self.result]
+        return None if isinstance(result, _LargeProduct) else result
 
 
 _split_into_steps = cache(_ColumnSteps)
+
+
+@dataclass(frozen=True)
+class _LargeProduct:
+    """A product beyond int64 of a column and a positive constant: its quotient may be within it."""
+
+    column: torch.Tensor
+    factor: int
+
+    def divide(self, divisor: int) -> tuple[_Value | None, int]:
+        """Returns (the floor of the quotient, how large it is at most); None if that takes larger numbers or
+        the divisor is 0 or negative."""
+        if divisor <= 0 or divisor * self.factor > _MAX_INT64:
+            return None, 0
+        whole = torch.floor_divide(self.column, divisor)
+        limit = (_largest_magnitude(whole) + 1) * self.factor
+        if limit > _MAX_INT64:
+            return None, 0
+        rest = self.column - whole * divisor
+        return whole * self.factor + torch.floor_divide(rest * self.factor, divisor), limit
+
+
+def _compute_column(
+    operation: str, a: _Value, b: _Value, limit_a: int, limit_b: int
+) -> tuple[_Value | _LargeProduct | None, int]:
+    """Returns (the result of an operation, how large it is at most), given limits of its operands; None where
+    that takes Python's integers."""
+    if operation in ("FloorDiv", "Mod") and not _is_nonzero(b):
+        return None, 0
+    compute, limit_of = _COLUMN_OPERATIONS[operation]
+    limit = limit_of(limit_a, limit_b)
+    if limit > _MAX_INT64:
+        limit = limit_of(_largest_magnitude(a), _largest_magnitude(b))
+        if limit > _MAX_INT64:
+            column, factor = (b, a) if isinstance(a, int) else (a, b)
+            is_large = operation == "Mult" and isinstance(column, torch.Tensor) and isinstance(factor, int)
+            return (_LargeProduct(column, factor) if is_large and factor > 0 else None), limit
+    elif operation == "FloorDiv" and isinstance(b, int):
+        limit = limit // abs(b) + 1
+    return compute(a, b), limit
 
 
 def _largest_magnitude(value: _Value) -> int:

@@ -56,39 +56,43 @@ def split_additive(text: str, symbols: tuple[Symbol, ...]) -> tuple[AdditivePart
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:
         raise ValueError(f"not a size expression: {text!r}") from None
-    return tuple(AdditiveParts(_join_terms(a), _join_terms(r)) for a, r in _split_branches(tree, symbols))
+    return tuple(
+        AdditiveParts(_join_terms(a), _join_terms(r))
+        for a, r in _split_branches(tree, text.encode(), symbols)
+    )
 
 
 BranchTerms = tuple[list[str], list[str]]  # additive terms, other terms
 
 
-def _split_branches(node: ast.expr, symbols: tuple[Symbol, ...]) -> list[BranchTerms]:
+def _split_branches(node: ast.expr, source: bytes, symbols: tuple[Symbol, ...]) -> list[BranchTerms]:
+    """Returns the terms of each branch of a part of the expression `source`."""
     match node:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return [
                 (a + c, b + d)
-                for a, b in _split_branches(left, symbols)
-                for c, d in _split_branches(right, symbols)
+                for a, b in _split_branches(left, source, symbols)
+                for c, d in _split_branches(right, source, symbols)
             ]
         case ast.BinOp(left=left, op=ast.FloorDiv(), right=ast.Constant(value=int(by))) if by > 0:
             return [
                 ([f"({_join_terms(a)})//{by}"], [f"({_join_terms(b)})//{by}"])
-                for a, b in _split_branches(left, symbols)
+                for a, b in _split_branches(left, source, symbols)
             ]
         case ast.Call(func=ast.Name(id="max"), args=args):
-            return [branch for arg in args for branch in _split_branches(arg, symbols)]
+            return [branch for arg in args for branch in _split_branches(arg, source, symbols)]
         case (
             ast.BinOp(left=ast.Constant(value=int(by)), op=ast.Mult(), right=time)
             | ast.BinOp(left=time, op=ast.Mult(), right=ast.Constant(value=int(by)))
         ) if by >= 0 and not _is_polynomial(time):
             return [
                 ([f"{by}*({_join_terms(a)})"], [f"{by}*({_join_terms(b)})"])
-                for a, b in _split_branches(time, symbols)
+                for a, b in _split_branches(time, source, symbols)
             ]
         case ast.BinOp(left=time, op=ast.Sub(), right=ast.Constant(value=int(less))) if not _is_polynomial(
             time
         ):
-            return [(a, [*b, f"-{less}"]) for a, b in _split_branches(time, symbols)]
+            return [(a, [*b, f"-{less}"]) for a, b in _split_branches(time, source, symbols)]
         case ast.BinOp(
             left=ast.BinOp(
                 left=time,
@@ -106,20 +110,26 @@ def _split_branches(node: ast.expr, symbols: tuple[Symbol, ...]) -> list[BranchT
             and ast.dump(pieces) == ast.dump(divided)
             and (
                 shares := [
-                    a for a, _ in _split_branches(time, symbols) if _is_free_without(a, pieces, symbols)
+                    a
+                    for a, _ in _split_branches(time, source, symbols)
+                    if _is_polynomial(pieces) and _is_free_without(a, _text_of(pieces, source), symbols)
                 ]
             )
         ):
-            return [([f"({_join_terms(a)} - ({ast.unparse(pieces)}))//{by}"], []) for a in shares]
-    return [_split_monomials(node, symbols)] if _is_polynomial(node) else [([], [ast.unparse(node)])]
+            return [([f"({_join_terms(a)} - ({_text_of(pieces, source)}))//{by}"], []) for a in shares]
+    text = _text_of(node, source)
+    return [_split_monomials(text, symbols)] if _is_polynomial(node) else [([], [text])]
 
 
-def _is_free_without(additive: Sequence[str], pieces: ast.expr, symbols: tuple[Symbol, ...]) -> bool:
-    """Whether pieces are a sum of rows symbols, and additive terms are 0 where all of these are."""
+def _text_of(node: ast.expr, source: bytes) -> str:
+    return source[node.col_offset : node.end_col_offset].decode()
+
+
+def _is_free_without(additive: Sequence[str], pieces: str, symbols: tuple[Symbol, ...]) -> bool:
+    """Whether the polynomial `pieces` is a sum of rows symbols, and additive terms are 0 where all of these
+    are."""
     rows = {size_expr.size_symbol(s.name) for s in symbols if s.kind == "rows"}
-    if not _is_polynomial(pieces):
-        return False
-    parts = sympy.Add.make_args(sympy.expand(size_expr.parse_expr(ast.unparse(pieces))))
+    parts = sympy.Add.make_args(sympy.expand(size_expr.parse_expr(pieces)))
     if not all(part.as_coeff_Mul()[0] >= 0 and part.as_coeff_Mul()[1] in rows for part in parts):
         return False
     some = {s.name for s in symbols} - {str(part.as_coeff_Mul()[1]) for part in parts}
@@ -132,10 +142,11 @@ def _is_polynomial(node: ast.expr) -> bool:
     return all(isinstance(n, allowed) for n in ast.walk(node))
 
 
-def _split_monomials(node: ast.expr, symbols: tuple[Symbol, ...]) -> BranchTerms:
+@cache  # the times of a section under many shapes have the same polynomials
+def _split_monomials(text: str, symbols: tuple[Symbol, ...]) -> BranchTerms:
     """Splits the monomials of a polynomial. If a coefficient stays negative, the whole polynomial counts
     as rest."""
-    whole = size_expr.parse_expr(ast.unparse(node))
+    whole = size_expr.parse_expr(text)
     widths = [size_expr.size_symbol(s.name) for s in symbols if s.kind == "width"]
     rows = {size_expr.size_symbol(s.name) for s in symbols if s.kind == "rows"}
     for shift in (0, 1):
@@ -146,7 +157,7 @@ def _split_monomials(node: ast.expr, symbols: tuple[Symbol, ...]) -> BranchTerms
             return [size_expr.format_expr(sympy.expand(additive))], [
                 size_expr.format_expr(sympy.expand(whole - additive))
             ]
-    return [], [ast.unparse(node)]
+    return [], [text]
 
 
 def _substitute_symbols(value: sympy.Expr, by: dict[sympy.Symbol, sympy.Expr]) -> sympy.Expr:

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from secc.runtime.plan.expr_eval import MIN_TENSOR_ROWS, evaluate_expr, evaluate_expr_columns
 
+Sizes = dict[str, int]
+
 leaves = st.one_of(st.integers(0, 50).map(str), st.sampled_from(["B", "S", "n_pixels"]))
 expressions = st.recursive(
     leaves,
@@ -25,12 +27,12 @@ sizes = st.fixed_dictionaries({name: st.integers(0, 1000) for name in ("B", "S",
 
 
 @given(expressions, sizes)
-def test_values_equal_python(text, values):
+def test_values_equal_python(text: str, values: Sizes):
     assert evaluate_expr(text, values) == eval(text, {"min": min, "max": max}, dict(values))
 
 
 @given(expressions, st.lists(sizes, max_size=4))
-def test_columns_have_the_value_of_each_row(text, places):
+def test_columns_have_the_value_of_each_row(text: str, places: list[Sizes]):
     columns = {name: [place[name] for place in places] for name in ("B", "S", "n_pixels")}
     assert evaluate_expr_columns(text, columns, len(places)) == [
         evaluate_expr(text, place) for place in places
@@ -43,7 +45,9 @@ def test_columns_have_the_value_of_each_row(text, places):
     st.sampled_from([1, 10**9, 10**15]),
     st.booleans(),
 )
-def test_long_columns_have_the_value_of_each_row_at_any_magnitude(text, places, factor, negative):
+def test_long_columns_have_the_value_of_each_row_at_any_magnitude(
+    text: str, places: list[Sizes], factor: int, negative: bool
+):
     scale = -factor if negative else factor
     rows = [{name: scale * size for name, size in place.items()} for place in places] * MIN_TENSOR_ROWS
     columns = {name: [row[name] for row in rows] for name in ("B", "S", "n_pixels")}
@@ -63,11 +67,20 @@ def test_long_columns_divide_by_symbols_as_python_does():
 
 
 @given(
-    st.sampled_from(["B // max(1, S) * (S + 7)", "B % max(1, S)", "(B * n_pixels) // max(3, S)"]),
+    st.sampled_from(
+        [
+            "B // max(1, S) * (S + 7)",
+            "B % max(1, S)",
+            "(B * n_pixels) // max(3, S)",
+            "1000*(B*S - n_pixels)*109113//5120000",
+            "B*4096//3 + B*4096",
+            "B*4096 // -3",
+        ]
+    ),
     st.lists(sizes, min_size=1, max_size=4),
-    st.sampled_from([1, 10**6, 10**12]),
+    st.sampled_from([1, 10**6, 10**12, 10**14]),
 )
-def test_long_columns_divided_by_symbols_have_the_value_of_each_row(text, places, factor):
+def test_long_columns_of_quotients_have_the_value_of_each_row(text: str, places: list[Sizes], factor: int):
     rows = [{**place, "B": factor * place["B"]} for place in places] * MIN_TENSOR_ROWS
     columns = {name: [row[name] for row in rows] for name in ("B", "S", "n_pixels")}
     expected = [evaluate_expr(text, row) for row in rows[: len(places)]] * MIN_TENSOR_ROWS
@@ -98,7 +111,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_text_outside_the_grammar_is_rejected(text):
+def test_text_outside_the_grammar_is_rejected(text: str):
     with pytest.raises(ValueError, match="not a size expression"):
         evaluate_expr(text, {"B": 1, "S": 2})
     with pytest.raises(ValueError, match="not a size expression"):
