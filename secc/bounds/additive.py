@@ -27,6 +27,7 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 
 import sympy
 
@@ -154,10 +155,18 @@ def _split_monomials(text: str, symbols: tuple[Symbol, ...]) -> BranchTerms:
         if all(term.as_coeff_Mul()[0] >= 0 for term in terms):
             additive: sympy.Expr = sum((t for t in terms if t.free_symbols & rows), sympy.Integer(0))
             additive = _substitute_symbols(additive, {w: w - shift for w in widths})
-            return [size_expr.format_expr(sympy.expand(additive))], [
-                size_expr.format_expr(sympy.expand(whole - additive))
-            ]
+            return [_format_polynomial(additive)], [_format_polynomial(whole - additive)]
     return [], [text]
+
+
+def _format_polynomial(value: sympy.Expr) -> str:
+    """The text of a polynomial, with what divides all coefficients apart: products with it may exceed int64
+    where values without it do not."""
+    expanded = sympy.expand(value)
+    divisor = gcd(*map(int, expanded.as_coefficients_dict().values()))
+    if divisor <= 1 or not expanded.free_symbols:
+        return size_expr.format_expr(expanded)
+    return f"{divisor}*({size_expr.format_expr(sympy.expand(expanded / divisor))})"
 
 
 def _substitute_symbols(value: sympy.Expr, by: dict[sympy.Symbol, sympy.Expr]) -> sympy.Expr:
