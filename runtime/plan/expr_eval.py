@@ -244,12 +244,16 @@ def _compute_column(
     if limit > _MAX_INT64:
         limit = limit_of(_largest_magnitude(a), _largest_magnitude(b))
         if limit > _MAX_INT64:
-            column, factor = (b, a) if isinstance(a, int) else (a, b)
-            is_large = operation == "Mult" and isinstance(column, torch.Tensor) and isinstance(factor, int)
-            return (_LargeProduct(column, factor) if is_large and factor > 0 else None), limit
+            return _large_product(a, b) if operation == "Mult" else None, limit
     elif operation == "FloorDiv" and isinstance(b, int):
         limit = limit // abs(b) + 1
     return compute(a, b), limit
+
+
+def _large_product(a: _Value, b: _Value) -> _LargeProduct | None:
+    column, factor = (b, a) if isinstance(a, int) else (a, b)
+    is_large = isinstance(column, torch.Tensor) and isinstance(factor, int) and factor > 0
+    return _LargeProduct(column, factor) if is_large else None
 
 
 def _largest_magnitude(value: _Value) -> int:
