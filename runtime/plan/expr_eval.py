@@ -252,8 +252,9 @@ def _compute_column(
 
 def _large_product(a: _Value, b: _Value) -> _LargeProduct | None:
     column, factor = (b, a) if isinstance(a, int) else (a, b)
-    is_large = isinstance(column, torch.Tensor) and isinstance(factor, int) and factor > 0
-    return _LargeProduct(column, factor) if is_large else None
+    if isinstance(column, torch.Tensor) and isinstance(factor, int) and factor > 0:
+        return _LargeProduct(column, factor)
+    return None
 
 
 def _largest_magnitude(value: _Value) -> int:
