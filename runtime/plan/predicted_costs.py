@@ -17,6 +17,8 @@ from secc.runtime.plan.schema import Cost, Plan, Section, SubgroupCost
 from secc.runtime.plan.step_program import SampleMeta, owes_backward
 
 SampleParts = tuple[tuple[int, ...], ...]  # sample positions of each subgroup of the ranks of cp, ascending
+# By an expression and a number of equal samples: its values for as many of each sample in a micro-batch.
+KnownSampleValues = dict[tuple[str, int], list[int]]
 
 
 class PartCosts(NamedTuple):
@@ -115,17 +117,24 @@ class PredictedCosts:
     """Predicted costs of the samples of one global batch, and of the next one's from position `own_samples`
     on.
 
-    Where the plan pads to the global batch's widths, every sample has those widths.
+    Where the plan pads to the global batch's widths, every sample has those widths. `known`: values of other
+    plans with these samples, symbols and widths; new ones are added.
     """
 
-    def __init__(self, plan: Plan, samples: Sequence[SampleMeta], own_samples: int | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        samples: Sequence[SampleMeta],
+        own_samples: int | None = None,
+        known: KnownSampleValues | None = None,
+    ) -> None:
         self.sample_count = len(samples)
         self._symbols = plan.symbols
         names = samples[0].sizes if samples else {s.name: 0 for s in plan.symbols}
         sizes = pad_sample_sizes(plan, samples, own_samples)
         self.sample_columns = {name: [s[name] for s in sizes] for name in names}
-        # Values of each expression for all samples; the stages of a pipeline mostly share their expressions.
-        self._evaluated: dict[str, list[int]] = {}
+        # The stages of a pipeline mostly share their expressions.
+        self._evaluated: KnownSampleValues = {} if known is None else known
         self._evaluated_together: dict[str, dict[tuple[int, ...], int]] = {}  # by expression and micro-batch
         self._subgroup_prices: dict[tuple[str, int], SubgroupPrices] = {}
         # by the user's section and micro-batch: the costs at each stage, None where it is not dealt
@@ -145,32 +154,27 @@ class PredictedCosts:
             return self.sample_sizes(positions[0])
         return combine_sizes([self.sample_sizes(p) for p in positions], self._symbols)
 
-    def sample_times(self, section: Section) -> tuple[list[int], list[int]]:
-        """Returns (forward, backward) ns of every sample as a micro-batch of its own, whether or not it
-        activates the section.
+    def sample_times(self, section: Section, together: int = 1) -> tuple[list[int], list[int]]:
+        """Returns (forward, backward) ns of a micro-batch of every sample alone, or `together` with equal
+        ones, whether or not it activates the section.
         """
         backward = (
-            self._evaluate_for_samples(section.cost.backward_ns)
+            self._evaluate_for_samples(section.cost.backward_ns, together)
             if owes_backward(section)
             else [0] * self.sample_count
         )
-        return self._evaluate_for_samples(section.cost.forward_ns), backward
+        return self._evaluate_for_samples(section.cost.forward_ns, together), backward
 
     def shared_sample_times(self, section: Section) -> list[int]:
         """Returns forward plus backward ns of every sample as its share of a full micro-batch of equal
         samples, or of a full part where samples are dealt, whichever is less.
         """
         count = section.micro_batch
-        rows = {s.name for s in self._symbols if s.kind == "rows"}
-        columns = {
-            name: [count * size for size in column] if name in rows else column
-            for name, column in self.sample_columns.items()
-        }
-        forward, backward = self.times_of_columns(section, columns, self.sample_count)
+        forward, backward = self.sample_times(section, count)
         shares = [(f + b) // count for f, b in zip(forward, backward, strict=True)]
         for subgroup in section.subgroups if section.may_deal else ():
             own = replace(section, cost=subgroup.cost)
-            forward, backward = self.times_of_columns(own, columns, self.sample_count)
+            forward, backward = self.sample_times(own, count)
             fits = self.fitting_samples(section, subgroup)
             shares = [
                 min(share, subgroup.ranks * (f + b) // (section.mesh.cp * count)) if fit else share
@@ -434,10 +438,17 @@ class PredictedCosts:
             )
         return list(map(known.__getitem__, keys))
 
-    def _evaluate_for_samples(self, text: str) -> list[int]:
-        if text not in self._evaluated:
-            self._evaluated[text] = evaluate_expr_columns(text, self.sample_columns, self.sample_count)
-        return self._evaluated[text]
+    def _evaluate_for_samples(self, text: str, together: int = 1) -> list[int]:
+        """Returns the value of an expression for a micro-batch of `together` equal samples, of every
+        sample."""
+        if (text, together) not in self._evaluated:
+            rows = {s.name for s in self._symbols if s.kind == "rows"} if together > 1 else ()
+            columns = {
+                name: [together * size for size in column] if name in rows else column
+                for name, column in self.sample_columns.items()
+            }
+            self._evaluated[text, together] = evaluate_expr_columns(text, columns, self.sample_count)
+        return self._evaluated[text, together]
 
 
 def _max_or_zero(values: Iterable[int]) -> int:

@@ -25,7 +25,7 @@ from operator import mul
 
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.int_columns import rows_from_columns
-from secc.runtime.plan.predicted_costs import PredictedCosts
+from secc.runtime.plan.predicted_costs import KnownSampleValues, PredictedCosts
 from secc.runtime.plan.replica_routes import ranks_by_replica
 from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Plan, Section
@@ -62,7 +62,8 @@ class KnownPackings:
     """Micro-batches of the samples of one global batch, by all that they depend on besides these samples.
 
     `assigned`: (samples, replica) of a section's micro-batches, and the ns of each replica's ranks after it.
-    `dealt`: the micro-batches of some samples on one replica that may deal them.
+    `dealt`: the micro-batches of some samples on one replica that may deal them. `sample_values`: costs of
+    the samples.
     """
 
     assigned: dict[str, tuple[list[tuple[SamplePositions, int]], list[int]]] = field(
@@ -71,6 +72,7 @@ class KnownPackings:
     dealt: dict[tuple[str, SamplePositions], list[SamplePositions]] = field(
         default_factory=dict[tuple[str, SamplePositions], list[SamplePositions]]
     )
+    sample_values: KnownSampleValues = field(default_factory=dict[tuple[str, int], list[int]])
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class MicroBatchComposer:
     ) -> None:
         self.plan, self.graph, self.samples, self.sample_count = plan, graph, samples, len(samples)
         self._packings = KnownPackings() if packings is None else packings
-        self.costs = PredictedCosts(plan, samples)
+        self.costs = PredictedCosts(plan, samples, known=self._packings.sample_values)
         patterns = sorted({s.pattern for s in samples}, key=sorted)
         pattern_id = {pattern: k for k, pattern in enumerate(patterns)}
         self.pattern_ids: IntColumn = [pattern_id[s.pattern] for s in samples]
