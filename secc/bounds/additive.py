@@ -122,6 +122,28 @@ def _split_branches(node: ast.expr, source: bytes, symbols: tuple[Symbol, ...]) 
     return [_split_monomials(text, symbols)] if _is_polynomial(node) else [([], [text])]
 
 
+def is_subadditive(text: str) -> bool:
+    """Whether a micro-batch has at most the sum of what its samples have of this, but for rounding: sizes are
+    nowhere multiplied by each other, and nothing is taken off."""
+    try:
+        nodes = list(ast.walk(ast.parse(text, mode="eval").body))
+    except SyntaxError:
+        return False
+    if any(isinstance(n, ast.UnaryOp) for n in nodes):
+        return False
+    operations = [n for n in nodes if isinstance(n, ast.BinOp)]
+    return all(
+        isinstance(n.op, (ast.Add, ast.Mult, ast.FloorDiv))
+        and (not isinstance(n.op, ast.FloorDiv) or isinstance(n.right, ast.Constant))
+        and (not isinstance(n.op, ast.Mult) or not (_has_sizes(n.left) and _has_sizes(n.right)))
+        for n in operations
+    ) and all(isinstance(n.func, ast.Name) and n.func.id == "max" for n in nodes if isinstance(n, ast.Call))
+
+
+def _has_sizes(node: ast.expr) -> bool:
+    return any(isinstance(n, ast.Name) for n in ast.walk(node))
+
+
 def _text_of(node: ast.expr, source: bytes) -> str:
     return source[node.col_offset : node.end_col_offset].decode()
 

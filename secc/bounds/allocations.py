@@ -8,8 +8,11 @@ N ranks together. In a step of time T:
 *Replicas.* A stage with D replicas is D machines, on which its visits must be done. *Sets* and *packing* of
 `secc/bounds/bounds.py` bound T from below by a function f(D), whoever else uses these ranks, as they speak of
 the stage's own work. Heads and tails are those that hold in every allocation: messages may stay on a rank,
-gradient sums count as nothing, and a section that no update changes may have worked ahead, so for it only its
-work over D counts. Stages are cut alike. f falls with D, since idle machines are allowed.
+gradient sums count as nothing in them, and a section that no update changes may have worked ahead, so for it
+only its work over D counts. Stages are cut alike. f falls with D, since idle machines are allowed.
+
+*Sums.* What D replicas take at least with the sums of their gradients and the gathers of their parameters
+(`secc/bounds/gradient_sums.py`), with the ranks of a sum as near each other as can be, bounds T as well.
 
 *Even.* The ranks of a group do all its work: T is at least that over q.
 
@@ -32,6 +35,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import lcm
 
+from secc.bounds.gradient_sums import StageWork, stage_works
 from secc.bounds.held_bytes import PipelineHolds, pipeline_holds
 from secc.bounds.machine_bounds import MachinePool, job_families
 from secc.bounds.work import BatchWork, SampleVisit
@@ -51,13 +55,13 @@ def allocation_bound(work: BatchWork, least: int, own_sizes: bool) -> int:
     already. Of a plan with sections that share some of their ranks, or with many sections,
     nothing more is known.
     """
-    sections = _sections_with_stages(work.plan)
+    sections = stages_of_sections(work.plan)
     if len(sections) > MOST_SECTIONS or not _is_grouped(sections):
         return least
     return _Allocations(work, sections, own_sizes).bound_step(least)
 
 
-def _sections_with_stages(plan: Plan) -> dict[str, list[Section]]:
+def stages_of_sections(plan: Plan) -> dict[str, list[Section]]:
     """The user's sections, each with its stages in their order."""
     found: dict[str, list[Section]] = {}
     for s in sorted(plan.sections, key=lambda s: s.stage):
@@ -164,6 +168,9 @@ class _Allocations:
                 found = max(-(-sum(u.forward_weight for u in own) // replicas) for own in stages)
             else:
                 found = max((pool.bound_time(replicas) for pool in self._pools[name]), default=0)
+                for stage, stage_work in self._stage_works[name]:
+                    closing = self.work.traffic.closing_times(stage, replicas)
+                    found = max(found, stage_work.bound_time(replicas, closing))
             self._replica_bounds[key] = found
         return self._replica_bounds[key]
 
@@ -176,6 +183,14 @@ class _Allocations:
     @cached_property
     def _visits(self) -> dict[str, list[SampleVisit]]:
         return self.work.visits_in_any_plan(self.own_sizes)
+
+    @cached_property
+    def _stage_works(self) -> dict[str, list[tuple[Section, StageWork]]]:
+        """The stages of each section that sum gradients, with their work."""
+        return {
+            name: stage_works(self.work, self._visits, stages, self.own_sizes)
+            for name, stages in self.sections.items()
+        }
 
     @cached_property
     def _pools(self) -> dict[str, list[MachinePool]]:

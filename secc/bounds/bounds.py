@@ -1,15 +1,16 @@
 """Certified lower bounds on step time: no order of the samples, and no assignment to replicas, can be faster.
 
 The *schedule bound* holds for the plan's allocation: the ranks of each section, and the most samples in a
-micro-batch. The *plan bound* holds for every plan with the same layouts (degrees, recomputation, whole or
-split backwards, and all else that the work of a sample depends on) on as many devices, however many replicas
-there are and micro-batches are formed, as far as those of several samples leave what they keep for the
-backward on a rank: all work, at the least that each sample can add, spread evenly, or the longest way of one
-sample through all its sections and back, without messages. Those two hold whoever shares ranks. As secc's
-sections share all of their ranks or none, what whole replicas and the ends of pipelines take under that rule
-counts as well (`secc/bounds/allocations.py`). Plans with other layouts may beat it;
-`secc.alloc.explain.least_step` bounds those. With *its micro-batches*, the plan bound is about plans in which
-these have at most as many samples as in the plan; what takes time once in a micro-batch then counts more.
+micro-batch. The *plan bound* holds for every plan with the same layouts (degrees, recomputation, backwards
+that are split where they fit the plan's room, and all else that the work of a sample depends on) on as
+many devices, however many replicas there are and micro-batches are formed, as far as those of several samples
+leave what they keep for the backward on a rank: all work, at the least that each sample can add, spread
+evenly, or the longest way of one sample through all its sections and back, without messages. Those two hold
+whoever shares ranks. As secc's sections share all of their ranks or none, what whole replicas, the ends of
+pipelines and gradient sums take under that rule counts as well (`secc/bounds/allocations.py`). Plans with
+other layouts may beat it; `secc.alloc.explain.least_step` bounds those. With *its micro-batches*, the plan
+bound is about plans in which these have at most as many samples as in the plan; what takes time once in a
+micro-batch then counts more.
 These bounds assume only that a micro-batch takes at least as long as each of its samples alone, and at least
 the sum of their weights (`secc/bounds/additive.py`). A `SampleVisit` is a sample's forward and backward in
 one section; its *head* and *tail* are the times that must pass before its start and after its end
@@ -44,7 +45,8 @@ Heads, tails and chains include messages between ranks at their fastest, and tai
 the section's gradients. Its sums begin within the last backward of the section on a rank, one after the
 other, so at least their time less the longest backward comes after it, and at least the last bucket. After
 the last reduction every rank waits for all others (the global norm) and then takes its optimizer step: the
-longest of these adds to any bound.
+longest of these adds to any bound. What short last backwards leave of the sums of all replicas is bounded in
+`secc/bounds/gradient_sums.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from secc.bounds.allocations import allocation_bound
+from secc.bounds.allocations import allocation_bound, stages_of_sections
+from secc.bounds.gradient_sums import stage_works
 from secc.bounds.machine_bounds import BoundJob, best_set_bound, job_families, last_tail, packing_bound
 from secc.bounds.pipeline_bounds import (
     has_in_flight_slots,
@@ -193,6 +196,12 @@ def _all_bounds(work: BatchWork) -> Iterator[LowerBound]:
             yield LowerBound(
                 -(-total // ranks),
                 f"all work on the ranks of {', '.join(sections)}, which wide replicas hold together",
+            )
+    for name, stages in stages_of_sections(work.plan).items():
+        for stage, stage_work in stage_works(work, work.visits, stages, own_sizes=True):
+            closing = work.traffic.closing_times(stage)
+            yield LowerBound(
+                stage_work.bound_time(stage.mesh.dp, closing), f"the work and the gradient sums of {name}"
             )
     trips = round_trip_times(work)
     for section in work.sections:

@@ -18,7 +18,13 @@ from math import prod
 import torch
 
 from secc.cluster import Cluster, Link, Overheads
-from secc.cost.model.collectives import all_gather_ns, all_reduce_ns, reduce_scatter_ns, span_of_ranks
+from secc.cost.model.collectives import (
+    RankSpan,
+    all_gather_ns,
+    all_reduce_ns,
+    reduce_scatter_ns,
+    span_of_ranks,
+)
 from secc.cost.model.memory import OPTIMIZER_STATES_PER_PARAMETER
 from secc.cost.model.roofline import OPTIMIZER_MEMORY_PASSES, offloaded_step_ns
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES, OFFLOADED_BUCKETS
@@ -26,10 +32,30 @@ from secc.runtime.parameters.gradient_reduction import ReductionGroup, build_red
 from secc.runtime.parameters.mixed_precision import compute_dtype
 from secc.runtime.parameters.reduction_times import TimedReduction
 from secc.runtime.plan.expr_eval import evaluate_expr
-from secc.runtime.plan.schema import Edge, Plan
+from secc.runtime.plan.schema import Edge, Mesh, Plan, Section
 
 FREE_LINK = Link(0, 10**18)
 _STATE_TENSORS = OPTIMIZER_STATES_PER_PARAMETER + 1  # with masters, as large as the parameters they update
+
+
+@dataclass(frozen=True)
+class ClosingTimes:
+    """Ns of the gradient sums of a section's parameters on a rank, of the gathers of what was updated, and
+    of the part of the gathers that no forward hides."""
+
+    sums: int
+    gathers: int
+    open_gathers: int
+
+
+@dataclass(frozen=True)
+class _GroupOfReplicas:
+    """Parameters that all replicas of a section sum, with their bytes on a rank."""
+
+    held: ReductionGroup
+    gradient_bytes: int
+    parameter_bytes: int
+    open_share: Fraction
 
 
 @dataclass(frozen=True)
@@ -94,18 +120,28 @@ class Traffic:
 
         0 under ZeRO-3, where every backward reduces its gradients and no parameter is gathered at the end.
         """
-        if self.cluster is None or len(held.ranks) < 2 or held.sharding == "zero3":
+        if self.cluster is None:
             return 0
         summed = sum(map(self.gradient_bytes_on_rank, held.names))
+        return self._sum_over_ns(held, summed, span_of_ranks(held.ranks, self.cluster))
+
+    def _sum_over_ns(self, held: ReductionGroup, summed: int, span: RankSpan) -> int:
+        if self.cluster is None or span.ranks < 2 or held.sharding == "zero3":
+            return 0
         collective = all_reduce_ns if held.sharding == "none" else reduce_scatter_ns
-        return collective(summed, span_of_ranks(held.ranks, self.cluster), self.cluster)
+        return collective(summed, span, self.cluster)
 
     def gather_ns(self, held: ReductionGroup) -> int:
         """Time to gather the parameters of a group after the optimizer step; 0 if every rank has them."""
-        if self.cluster is None or len(held.ranks) < 2 or held.sharding in {"none", "zero3"}:
+        if self.cluster is None:
             return 0
         gathered = sum(map(self.bytes_on_rank, held.names))
-        return all_gather_ns(gathered, span_of_ranks(held.ranks, self.cluster), self.cluster)
+        return self._gather_over_ns(held, gathered, span_of_ranks(held.ranks, self.cluster))
+
+    def _gather_over_ns(self, held: ReductionGroup, gathered: int, span: RankSpan) -> int:
+        if self.cluster is None or span.ranks < 2 or held.sharding in {"none", "zero3"}:
+            return 0
+        return all_gather_ns(gathered, span, self.cluster)
 
     def bucket_share(self, held: ReductionGroup) -> Fraction:
         """The part of a group's gradients that is summed in one bucket."""
@@ -174,6 +210,55 @@ class Traffic:
                 gathering = max(gathering, sum(ns for _, _, _, ns, _ in own) - forward_ns)
             closing = max(closing, summing + gathering)
         return closing
+
+    def closing_times(self, section: Section, replicas: int | None = None) -> list[ClosingTimes]:
+        """The sums and gathers of the parameters that all replicas of a section hold and no other section,
+        on each rank of tp. `replicas`: if there were so many, with ranks as near each other as can be; else
+        those of the plan."""
+        found: list[ClosingTimes] = []
+        for groups in self._groups_by_tp_rank.get(section.name, ()):
+            times = [self._sum_and_gather_ns(g, section.mesh, replicas) for g in groups]
+            open_ns = sum(int(g.open_share * ns) for g, (_, ns) in zip(groups, times, strict=True))
+            found.append(ClosingTimes(sum(ns for ns, _ in times), sum(ns for _, ns in times), open_ns))
+        return list(dict.fromkeys(found))
+
+    @cached_property
+    def _groups_by_tp_rank(self) -> dict[str, list[list[_GroupOfReplicas]]]:
+        """By section and rank of tp, the groups that all replicas hold, and no other section."""
+        found: dict[str, list[list[_GroupOfReplicas]]] = {}
+        for s in self.plan.sections:
+            groups = [
+                _GroupOfReplicas(
+                    h,
+                    sum(map(self.gradient_bytes_on_rank, h.names)),
+                    sum(map(self.bytes_on_rank, h.names)),
+                    self.open_share(h),
+                )
+                for h in self.reduction_groups
+                if h.sections == (s.name,) and len(h.ranks) * s.mesh.tp >= len(s.mesh.ranks)
+            ]
+            ranks = s.mesh.ranks[: s.mesh.tp]
+            found[s.name] = [[g for g in groups if rank in g.held.ranks] for rank in ranks]
+        return found
+
+    def _sum_and_gather_ns(
+        self, group: _GroupOfReplicas, mesh: Mesh, replicas: int | None
+    ) -> tuple[int, int]:
+        """`sum_ns` and `gather_ns` of a group, or of one with so many replicas."""
+        if self.cluster is None:
+            return 0, 0
+        own = span_of_ranks(group.held.ranks, self.cluster)
+        spans = [own]
+        if replicas is not None:
+            ranks = len(group.held.ranks) // mesh.dp * replicas
+            # The ranks of tp are on one node, unless those of the plan are not.
+            together = self.cluster.per_node * len(group.held.ranks) // len(mesh.ranks)
+            together = min(ranks, max(together, own.ranks_per_node))
+            spans = [RankSpan(k, -(-ranks // k)) for k in range(1, together + 1)]
+        return (
+            min(self._sum_over_ns(group.held, group.gradient_bytes, span) for span in spans),
+            min(self._gather_over_ns(group.held, group.parameter_bytes, span) for span in spans),
+        )
 
     @cached_property
     def shard_counts(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from secc.bounds.additive import split_additive
+from secc.bounds.additive import is_subadditive, split_additive
 from secc.bounds.traffic import Traffic, message_ns, sample_bytes
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.plan.predicted_costs import PredictedCosts
@@ -32,6 +32,9 @@ from secc.runtime.plan.step_program import (
     weight_backward_ns,
 )
 from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
+
+# Sums are rounded: a sample may add more to a micro-batch's bytes than it keeps alone, by so much at most.
+ROUNDING_DIVISOR, ROUNDING_BYTES = 1000, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +124,72 @@ class BatchWork:
         least = self.traffic.section_closing_ns(section.name)
         if not least or not self.active_samples[section.name] or not owes_backward(section):
             return least
-        # What ranks compute together, all of a replica or a subgroup of cp: a section's micro-batch at most.
-        ways = [(section.cost, self._largest_sizes(section, self.active_samples[section.name]))]
-        ways += [
-            (s.cost, self._largest_sizes(section, fitting))
-            for s, fitting in self._fitting_samples(section)
-            if fitting
-        ]
+        ways = self._largest_ways(section)
         forward_ns = max(evaluate_expr(cost.forward_ns, sizes) for cost, sizes in ways)
         backward_ns = max(evaluate_expr(cost.backward_ns, sizes) for cost, sizes in ways)
-        kept = max(
-            evaluate_expr(c.saved or "0", sizes) + evaluate_expr(c.kept_between or "0", sizes)
-            for c, sizes in ways
-        )
-        if section.weight_permille and (not section.room_bytes or kept <= section.room_bytes):
-            # No micro-batch has its backward in one part.
+        if self.always_splits(section):
             backward_ns = weight_backward_ns(section, backward_ns)
         # Replicas with some of the experts only may have no forward that hides their gathers.
         hiding_ns = forward_ns if section.mesh.ep == 1 else None
         return self.traffic.section_closing_ns(section.name, backward_ns, hiding_ns)
+
+    def always_splits(self, section: Section) -> bool:
+        """Whether no micro-batch of at most as many samples as in the plan has its backward in one part."""
+        if not section.weight_permille or not section.room_bytes:
+            return section.weight_permille > 0
+        kept = max(
+            evaluate_expr(c.saved or "0", sizes) + evaluate_expr(c.kept_between or "0", sizes)
+            for c, sizes in self._largest_ways(section)
+        )
+        return kept <= section.room_bytes
+
+    def unsplit_bytes(self, section: Section) -> dict[int, int] | None:
+        """Bytes of each active sample that add up to more than the section's room in every micro-batch with
+        its backward in one part; None if that is not known."""
+        cost, ways = section.cost, [section.cost, *(s.cost for s in section.subgroups)]
+        texts = [text for c in ways for text in (c.saved, c.kept_between)]
+        if not section.room_bytes or not all(text and is_subadditive(text) for text in texts):
+            return None
+        sizes = [(p, self._costs.sample_sizes(p)) for p in self.active_samples[section.name]]
+        if section.may_deal:  # parts that are dealt keep less
+            dealt = [
+                1 + evaluate_expr(s.cost.kept_between, own) / max(1, evaluate_expr(s.cost.saved, own))
+                for s in section.subgroups
+                for _, own in sizes
+            ]
+            if 2 * max(dealt, default=0) * section.subgroup_bytes > section.room_bytes:
+                return None
+        found = {
+            p: evaluate_expr(cost.saved, own) + evaluate_expr(cost.kept_between, own) for p, own in sizes
+        }
+        return {p: n + n // ROUNDING_DIVISOR + ROUNDING_BYTES for p, n in found.items()}
+
+    def least_split_bytes(self, section: Section) -> dict[int, int]:
+        """What each active sample adds at least to the bytes that a micro-batch keeps on a rank, on average,
+        between the parts of a split backward."""
+        positions = self.active_samples[section.name]
+        found = self._bytes_between_parts(section.cost, positions)
+        for subgroup, fitting in self._fitting_samples(section):
+            of_subgroup = self._bytes_between_parts(subgroup.cost, fitting)
+            for p in fitting:
+                found[p] = min(found[p], subgroup.ranks * of_subgroup[p] // section.mesh.cp)
+        return found
+
+    def _bytes_between_parts(self, cost: Cost, positions: Sequence[int]) -> dict[int, int]:
+        saved, between = (
+            self._additive_bytes(text or "0", positions) for text in (cost.saved, cost.kept_between)
+        )
+        return {p: saved[p] + between[p] for p in positions}
+
+    def _largest_ways(self, section: Section) -> list[tuple[Cost, dict[str, int]]]:
+        """Costs of what ranks compute together, all of a replica or a subgroup of cp, with sizes that no
+        micro-batch exceeds there."""
+        ways = [(section.cost, self._largest_sizes(section, self.active_samples[section.name]))]
+        return ways + [
+            (s.cost, self._largest_sizes(section, fitting))
+            for s, fitting in self._fitting_samples(section)
+            if fitting
+        ]
 
     def _largest_sizes(self, section: Section, positions: Sequence[int]) -> dict[str, int]:
         """Sizes that no micro-batch of these samples exceeds: of each kind of rows those of the samples with
