@@ -26,6 +26,10 @@ GLOBAL_SUMS_OFFER = (
     "; or compute it exactly from the sums of the global batch with --global-sums, for one more forward in"
     " each step"
 )
+_ACCEPT_OFFER = (
+    f"; if it is the balance loss of a mixture of experts, --accept {BALANCE_LOSS} computes it for each"
+    " micro-batch alone"
+)
 _BALANCE_OFFER = (
     "; if it is the balance loss of a mixture of experts, --balance-loss global computes it exactly, with"
     f" one more forward in each step, and --accept {BALANCE_LOSS} computes it for each micro-batch alone; any"
@@ -55,7 +59,8 @@ def take_function_of_sums(
     if not several:
         return ctx.refuse_op(op, why, remedy + (GLOBAL_SUMS_OFFER if is_function_of_sums(ctx, op) else ""))
     if BALANCE_LOSS not in ctx.accept:
-        return ctx.refuse_op(op, why, remedy + _BALANCE_OFFER)
+        offer = _BALANCE_OFFER if is_function_of_sums(ctx, op) else _ACCEPT_OFFER  # sums inside a block
+        return ctx.refuse_op(op, why, remedy + offer)
     ctx.accepted.add(op)
     return LOCAL_STATE
 

@@ -203,23 +203,22 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
             return [ctx.refuse_op(op, "takes a value that depends on all samples")] * len(op.results)
     if (misplaced := _find_misplaced_samples(ctx, op)) is not None:
         return [misplaced] * len(op.results)
-    some = any(ctx.carries_samples(o) for o in op.operands)
     why = "reduces its samples to a value that is the whole batch's"
+    paths = [path, *(other for other in _find_reducing_blocks(ctx, op) if other != path)]
+    every = " ".join(f"--whole-batch {p}" for p in paths)
     remedy = (
         "compute the loss outside the block, from outputs that have a row for each sample; or let a loop add"
-        f" up what each sample gives, and divide behind it{offer}"
+        f" up what each sample gives, and divide behind it; or {every}, exact: all samples of a step are then"
+        " computed at once"
     )
-    alone, outs = get_strings(op, BATCH_INDEPENDENT_ATTRIBUTE), [o.data for o in op.outs]
+    outs = [o.data for o in op.outs]
     # Scalars that numbers show to be sums over the samples (`secc.frontend.capture.summed_results`).
     sums: dict[str, ValueState] = {
         out: SumState((SumPart(UNIT_COEFFICIENT, r, True, op),))
         for out, r in zip(outs, op.results, strict=True)
         if out in get_strings(op, SUMMED_ATTRIBUTE) and not takes_all
     }
-    mixed = [
-        some and out not in alone and out not in sums and not ctx.carries_samples(r)
-        for out, r in zip(outs, op.results, strict=True)
-    ]
+    mixed = [bad and out not in sums for out, bad in zip(outs, _reduced_results(ctx, op), strict=True)]
     if any(bad and _has_samples_elsewhere(ctx, op, i) for i, bad in enumerate(mixed)):
         why = "has results of one size in all drawn batches that take this path, so their samples are unknown"
         remedy = (
@@ -234,6 +233,31 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
         take_function_of_sums(ctx, op, why, remedy) if bad else sums.get(out, LOCAL_STATE)
         for bad, out in zip(mixed, outs, strict=True)
     ]
+
+
+def _reduced_results(ctx: LossContext, op: CallOp) -> list[bool]:
+    """For each result of a block's call whether it has no samples though it is computed from some."""
+    some, alone = any(map(ctx.carries_samples, op.operands)), get_strings(op, BATCH_INDEPENDENT_ATTRIBUTE)
+    return [
+        some and out.data not in alone and not ctx.carries_samples(r)
+        for out, r in zip(op.outs, op.results, strict=True)
+    ]
+
+
+def _find_reducing_blocks(ctx: LossContext, op: CallOp) -> list[str]:
+    """The blocks with weights that are called beside `op` and reduce samples to a value, as it does."""
+    block = op.parent_block()
+    calls = [other for other in block.ops if isinstance(other, CallOp)] if block is not None else []
+    return list(
+        dict.fromkeys(
+            call.target.data
+            for call in calls
+            if ctx.graph.blocks[call.target.data].params.data
+            and call.target.data not in ctx.whole_batch
+            and not get_strings(call, SUMMED_ATTRIBUTE)
+            and any(_reduced_results(ctx, call))
+        )
+    )
 
 
 def _has_samples_elsewhere(ctx: LossContext, op: CallOp, result: int) -> bool:

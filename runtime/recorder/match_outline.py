@@ -248,6 +248,7 @@ def _mismatch_error(node: fx.Node) -> UserError:
     message = f"forward takes a path that the plan does not have: {what} {shown} differs from every capture"
     remedy = (
         "let one of the samples that are drawn when the plan is made take this path (more of them with"
-        " --stats-samples), or decide by tensors (torch.where, a mask)"
+        " --stats-samples), or decide by tensors (torch.where, a mask), or put a loop with as many rounds as"
+        " values of the batch say into an nn.Module of its own, which is called as it is"
     )
     return UserError(message, node.meta.get("where", ""), remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
-from secc.errors import InexactPlan
+from secc.errors import InexactPlan, UserError
 from secc.frontend.tp_search.token_mixing import find_coupled_blocks
 
 GATED = """
@@ -151,3 +152,56 @@ def test_samples_that_rare_numbers_couple_are_refused(drawn: str, tmp_path: Path
     with pytest.raises(InexactPlan, match="close to an end of their range") as error:
         check_exactness(compiled, required=True)
     assert "net.py:" in str(error.value.remedy)
+
+
+OWN_MEANS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gate = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        g = torch.sigmoid(self.gate(x))
+        return x + g * torch.tanh(self.inner(x)), (g.mean() - 0.3) ** 2
+
+
+class GatedLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.gates = nn.ModuleList(Gate() for _ in range(2))
+
+    def forward(self, ids):
+        x, penalty = self.embed(ids), 0.0
+        for gate in self.gates:
+            x, own = gate(x)
+            penalty = penalty + own
+        return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()) + penalty
+
+
+def model():
+    torch.manual_seed(0)
+    return GatedLayers()
+
+
+def dataset():
+    g = torch.Generator().manual_seed(0)
+    return [{"ids": torch.randint(0, 20, (7,), generator=g)} for _ in range(40)]
+"""
+
+
+def test_blocks_that_return_their_own_means_are_named_together_with_what_works(tmp_path: Path) -> None:
+    (tmp_path / "own_means.py").write_text(OWN_MEANS)
+    options = CompileOptions(cluster="local:2", global_batch=8)
+    with pytest.raises(UserError, match=r"gates\.0 reduces its samples to a value") as refused:
+        compile_model(tmp_path / "own_means.py", options)
+    assert "--whole-batch gates.0 --whole-batch gates.1, exact" in refused.value.remedy
+    assert "--global-sums" not in refused.value.remedy  # which takes sums between blocks only
+    named = dataclasses.replace(options, whole_batch=("gates.0", "gates.1"))
+    made = check_exactness(compile_model(tmp_path / "own_means.py", named), required=True)
+    assert all(p["exact"] for p in made.plan.checks["patterns"])

@@ -274,3 +274,48 @@ def test_a_large_layer_in_sixteen_bits_is_split() -> None:
     layer = strip_values(Convolved().bfloat16(), call)
     found = find_mapping(layer, call, 2)
     assert found.column_parallel.keys() == {"up"} and found.row_parallel.keys() == {"down"}
+
+
+class StateOfHeads(nn.Module):
+    """Linear attention that starts from a state of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(len(x), -1, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        state = q.new_zeros(len(x), 4, WIDTH // 4, WIDTH // 4)
+        for at in range(2):
+            state = state * 0.5 + k[:, :, at : at + 1].mT @ v[:, :, at : at + 1]
+        x = x + self.out((q @ state).transpose(1, 2).flatten(2))
+        return x + self.down(self.up(x).relu())
+
+
+def test_queries_keys_and_values_are_blamed_for_no_number_of_heads() -> None:
+    found, *_ = shown(StateOfHeads(), torch.randn(2, 5, WIDTH))
+    assert {"up"} == set(found.column_parallel)
+    assert found.unsplit_reasons["qkv"].kind is not UnsplitKind.UNEVEN_HEADS
+
+
+class ThreeHeads(nn.Module):
+    """Attention of three heads, whose values are turned by a table for each entry of a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(WIDTH, 3 * 16), nn.Linear(3 * 16, WIDTH)
+        self.register_buffer("turn", torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.query(x).view(len(x), -1, 3, 16).transpose(1, 2) * self.turn
+        return self.out((((q @ q.mT).softmax(-1)) @ q).transpose(1, 2).flatten(2))
+
+
+def test_three_heads_are_blamed_where_two_ranks_cannot_share_them() -> None:
+    x = torch.randn(2, 5, WIDTH)
+    found = find_mapping(ThreeHeads(), ((x,), {}), 2)
+    assert (found.unsplit_reasons["query"].kind, found.unsplit_reasons["query"].size) == (
+        UnsplitKind.UNEVEN_HEADS,
+        3,
+    )

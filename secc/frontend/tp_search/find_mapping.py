@@ -138,11 +138,9 @@ class _MappingSearch:
     )
 
     def keep_whole(self, paths: Iterable[str], reason: UnsplitReason) -> None:
-        # What leaves the module has passed all of its code, so the places of the cuts were right.
-        hints = {} if reason.kind is UnsplitKind.LEAVES_IN_PARTS else self.hints
         for path in paths:
             if self.column_parallel.pop(path, None) is not None:
-                self.unsplit_reasons[path] = hints.get(path, reason)
+                self.unsplit_reasons[path] = reason
 
 
 def find_mapping(
@@ -157,6 +155,49 @@ def find_mapping(
     preferred: the only layers that may be column parallel, if the model's authors say so; None for all.
     expert_cuts: experts that are cut for themselves; those in lists stay as they are.
     """
+    search, linears = _search_mapping(module, call, count, preferred, expert_cuts)
+    _blame_heads(module, call, search, preferred, expert_cuts)
+    rows = {p: parts for p, (parts, _) in search.row_parallel.items()} if search.column_parallel else {}
+    whole = {
+        p: search.unsplit_reasons.get(p, UnsplitReason(UnsplitKind.WHOLE_ACTIVATIONS))
+        for p in linears
+        if p not in search.column_parallel and p not in rows
+    }
+    scopes = _outermost_paths(_common_parent([path, *search.row_parallel[path][1]]) for path in rows)
+    return TpMapping(
+        search.column_parallel,
+        rows,
+        whole,
+        scopes,
+        search.draws_random,
+        expert_cuts or {},
+        search.head_counts,
+    )
+
+
+def _blame_heads(
+    module: nn.Module,
+    call: ModuleCall,
+    search: _MappingSearch,
+    preferred: Iterable[str] | None,
+    expert_cuts: Mapping[str, ExpertCut] | None,
+) -> None:
+    """Gives layers whose outputs were cut at more places for it the reason that `tp` does not divide a number
+    of heads, if as many ranks as heads split them: three heads, or queries, keys and values side by side."""
+    whole = {p: hint for p, hint in search.hints.items() if p in search.unsplit_reasons and hint.size > 1}
+    for heads in {hint.size for hint in whole.values()}:
+        taken = _search_mapping(module, call, heads, preferred, expert_cuts)[0].column_parallel
+        search.unsplit_reasons |= {p: hint for p, hint in whole.items() if hint.size == heads and p in taken}
+
+
+def _search_mapping(
+    module: nn.Module,
+    call: ModuleCall,
+    count: int,
+    preferred: Iterable[str] | None,
+    expert_cuts: Mapping[str, ExpertCut] | None,
+) -> tuple[_MappingSearch, Mapping[str, LinearModule]]:
+    """Returns a search that is done, and the linear layers that it was about."""
     lists = tuple(f"{_join_path(p, way.listed)}." for p, way in (expert_cuts or {}).items() if way.listed)
     linears = {
         path: cut
@@ -178,22 +219,7 @@ def find_mapping(
     search.keep_whole(
         [p for p in search.column_parallel if p not in useful], UnsplitReason(UnsplitKind.OUTPUTS_UNUSED)
     )
-    rows = {p: parts for p, (parts, _) in search.row_parallel.items()} if search.column_parallel else {}
-    whole = {
-        p: search.unsplit_reasons.get(p, UnsplitReason(UnsplitKind.WHOLE_ACTIVATIONS))
-        for p in linears
-        if p not in search.column_parallel and p not in rows
-    }
-    scopes = _outermost_paths(_common_parent([path, *search.row_parallel[path][1]]) for path in rows)
-    return TpMapping(
-        search.column_parallel,
-        rows,
-        whole,
-        scopes,
-        search.draws_random,
-        expert_cuts or {},
-        search.head_counts,
-    )
+    return search, linears
 
 
 def _common_parent(paths: Iterable[str]) -> str:
