@@ -14,7 +14,7 @@ from xdsl.ir import SSAValue
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import Computation, GlueOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
-from secc.passes.loss.loss_context import LossContext, is_floating
+from secc.passes.loss.loss_context import LossContext
 from secc.passes.loss.pending_ops import get_argument
 from secc.passes.loss.value_states import BadState
 
@@ -49,7 +49,7 @@ def find_misplaced(ctx: LossContext, op: Computation) -> BadState | None:
             return ctx.refuse_op(op, "picks entries by the samples' places in the batch")
     if name in _RESHAPING_OPS and _redistributes_entries(type, result):
         return ctx.refuse_op(op, "gives each sample entries of the others")
-    if is_floating(result) and any(_is_triangle_of_samples(ctx, o) for o in op.operands):
+    if result.is_floating and any(_is_triangle_of_samples(ctx, o) for o in op.operands):
         return ctx.refuse_op(op, "masks entries by the samples' places in the batch")
     if ctx.is_input_only(op.results[0]):
         return None
@@ -57,7 +57,7 @@ def find_misplaced(ctx: LossContext, op: Computation) -> BadState | None:
         return ctx.refuse_op(op, "puts the samples in another order")
     if (
         name in _WEIGHING_OPS
-        and is_floating(result)
+        and result.is_floating
         and any(_made_by(ctx, o, _COUNTING_OPS | _ORDERING_OPS) for o in op.operands)
     ):
         return ctx.refuse_op(op, "reckons with the samples' places in the batch")
@@ -95,7 +95,7 @@ def _is_triangle_of_samples(ctx: LossContext, value: SSAValue) -> bool:
     while queue:
         made = queue.pop()
         op, type = made.owner, tensor_type(made)
-        if is_floating(type) or not isinstance(op, GlueOp) or not ctx.is_input_only(made):
+        if type.is_floating or not isinstance(op, GlueOp) or not ctx.is_input_only(made):
             continue
         if op.base_name in _TRIANGLE_OPS and _SAMPLE_SYMBOL in type.shape[-2:]:
             return True

@@ -12,7 +12,7 @@ from secc.ir.dialect.ops import Computation
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss.arithmetic import are_plain, make_ones, read_operand, state_of_parts, term_parts
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, coefficient_of_number
-from secc.passes.loss.loss_context import LossContext, has_one_entry, is_floating
+from secc.passes.loss.loss_context import LossContext, has_one_entry
 from secc.passes.loss.op_tables import RESHAPE_OPS
 from secc.passes.loss.pending_ops import get_argument
 from secc.passes.loss.value_states import LocalState, StackState, SumPart, SumState, ValueState
@@ -67,7 +67,7 @@ def _stack_items(op: Computation, stack: StackState) -> list[ValueState] | None:
 
 def state_of_cast(ctx: LossContext, op: Computation) -> ValueState | Sequence[ValueState] | None:
     """A cast is linear, unless it drops fractions."""
-    if is_floating(tensor_type(op.operands[0])) and not is_floating(tensor_type(op.results[0])):
+    if tensor_type(op.operands[0]).is_floating and not tensor_type(op.results[0]).is_floating:
         return None
     return state_of_linear(ctx, op)
 
@@ -154,7 +154,7 @@ def state_of_contraction(ctx: LossContext, op: Computation) -> ValueState | None
 def state_of_filled(ctx: LossContext, op: Computation) -> ValueState | None:
     """A scalar that holds a number or a size, such as `x.new_zeros(())` or `torch.tensor(len(batch))`, is a
     coefficient."""
-    if not has_one_entry(tensor_type(op.results[0])) or not is_floating(tensor_type(op.results[0])):
+    if not has_one_entry(tensor_type(op.results[0])) or not tensor_type(op.results[0]).is_floating:
         return None
     name = op.base_name.removeprefix("new_").removesuffix("_like")
     position = {"scalar_tensor": 0, "full": 1, "fill": 1}.get(name, -1) + (op.base_name == "new_full")

@@ -13,7 +13,7 @@ from xdsl.ir import SSAValue
 from secc.ir.dialect.ops import GlueOp, ReturnOp, strings_of
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT
-from secc.passes.loss.loss_context import LossContext, is_floating
+from secc.passes.loss.loss_context import LossContext
 from secc.passes.loss.loss_walk import walk_logged
 from secc.passes.loss.value_states import BadState, StackState, SumPart
 
@@ -61,7 +61,7 @@ def find_logged(context: LossContext) -> tuple[dict[str, list[SumPart]], list[st
 def _detach_float(context: LossContext, value: SSAValue) -> SSAValue:
     """A value as a real number without a gradient."""
     type, value = tensor_type(value), _detach(context, value)
-    if not is_floating(type):
+    if not type.is_floating:
         plain = TensorType.from_dims(type.shape, "f32")
         value = context.pending.add_op(
             GlueOp.create_call("aten._to_copy.default", [value], "$0, dtype=torch.float32", [plain])

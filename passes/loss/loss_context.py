@@ -172,7 +172,7 @@ class LossContext:
         # Integers made from inputs are bookkeeping (positions, offsets); what they select stays with its
         # sample.
         return (
-            self.is_input_only(value) and self.carries_samples(value) and not is_floating(tensor_type(value))
+            self.is_input_only(value) and self.carries_samples(value) and not tensor_type(value).is_floating
         )
 
     def coefficient_of(self, value: SSAValue) -> Coefficient | None:
@@ -312,11 +312,6 @@ def _padded_length_error(ctx: LossContext, symbol: str) -> UserError:
         place,
         "divide by the number of entries that count, or join the samples' parts by torch.cat",
     )
-
-
-def is_floating(type: TensorType) -> bool:
-    """Whether entries are real or complex numbers, not integers or booleans."""
-    return type.dtype.data[0] in "fcb" and type.dtype.data != "bool"
 
 
 def has_one_entry(type: TensorType) -> bool:

@@ -14,7 +14,7 @@ from secc.passes.loss import arithmetic, linear_ops, reductions
 from secc.passes.loss.batch_statistics import STATISTIC_TARGET
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient
 from secc.passes.loss.gathered_rows import compute_on_gathered, offer_names, states_on_gathered
-from secc.passes.loss.loss_context import LossContext, has_one_entry, is_floating
+from secc.passes.loss.loss_context import LossContext, has_one_entry
 from secc.passes.loss.op_tables import (
     ENTRY_LOSSES,
     LABEL_LOSSES,
@@ -137,7 +137,7 @@ def _walk_ops(context: LossContext, needed: set[Operation]) -> None:
 
 def is_scalar(value: SSAValue) -> bool:
     """Whether a value is one real number."""
-    return is_floating(tensor_type(value)) and has_one_entry(tensor_type(value))
+    return tensor_type(value).is_floating and has_one_entry(tensor_type(value))
 
 
 def ops_behind(value: SSAValue) -> set[Operation]:
@@ -188,8 +188,7 @@ def _states_of_micro_batch(ctx: LossContext, op: Computation) -> list[ValueState
 def _propagate_bad(ctx: LossContext, op: Computation, bad: BadState) -> list[ValueState]:
     """States of the results of an op on a bad value: integers from inputs stay local, all else is bad."""
     if all(
-        ctx.is_input_only(r) and ctx.carries_samples(r) and not is_floating(tensor_type(r))
-        for r in op.results
+        ctx.is_input_only(r) and ctx.carries_samples(r) and not tensor_type(r).is_floating for r in op.results
     ):
         return [LOCAL_STATE] * len(op.results)
     return [bad] * len(op.results)

@@ -24,7 +24,6 @@ from secc.passes.loss.loss_context import (
     WHOLE_BATCH_MODULE,
     LossContext,
     has_one_entry,
-    is_floating,
 )
 from secc.passes.loss.op_tables import (
     ALONG_DIM_OPS,
@@ -73,7 +72,7 @@ SOFTMAX_REMEDY = (
 def find_mixing(ctx: LossContext, op: Computation) -> BadState | None:
     """The bad state of an op that is known to make samples depend on each other, None for any other op."""
     name = op.base_name
-    if not op.operands or (ctx.is_input_only(op.results[0]) and not is_floating(tensor_type(op.results[0]))):
+    if not op.operands or (ctx.is_input_only(op.results[0]) and not tensor_type(op.results[0]).is_floating):
         return None  # positions and offsets that inputs give are bookkeeping
     if name in BATCH_NORM_OPS:
         return _check_batch_norm(ctx, op, BATCH_NORM_OPS[name])
@@ -111,7 +110,7 @@ def find_mixing(ctx: LossContext, op: Computation) -> BadState | None:
 def find_mixing_by_numbers(ctx: LossContext, op: GlueOp) -> BadState | None:
     """The bad state of an op without an entry in a table that gives random samples other results when other
     samples come with them, None for any other op."""
-    carrying = [r for r in op.results if ctx.carries_samples(r) and is_floating(tensor_type(r))]
+    carrying = [r for r in op.results if ctx.carries_samples(r) and tensor_type(r).is_floating]
     if not carrying or is_random_op(op) or all(ctx.is_input_only(r) for r in carrying):
         return None
     if op.base_name in FACTORY_OPS:  # the entries of some are whatever the memory holds
@@ -303,8 +302,7 @@ def _states_of_summed(ctx: LossContext, op: Computation) -> list[ValueState]:
     if coefficient is not None:
         return [SumState((SumPart(coefficient),))]
     if all(
-        ctx.is_input_only(r) and ctx.carries_samples(r) and not is_floating(tensor_type(r))
-        for r in op.results
+        ctx.is_input_only(r) and ctx.carries_samples(r) and not tensor_type(r).is_floating for r in op.results
     ):
         return [LOCAL_STATE] * len(op.results)
     name = find_sum_origin(ctx, op)
@@ -358,4 +356,4 @@ def _is_byproduct(op: Computation, index: int) -> bool:
     """Whether a result is a by-product without entries or of no interest to autograd, such as a random
     state."""
     type = tensor_type(op.results[index])
-    return index > 0 and not is_floating(type) and (has_one_entry(type) or any(d == 0 for d in type.shape))
+    return index > 0 and not type.is_floating and (has_one_entry(type) or any(d == 0 for d in type.shape))

@@ -66,7 +66,7 @@ class BodyPrinter:
 
     In a section, values come from `self`; in terms.py (`terms=True`) the function stands alone, receives are
     leaves and symbols are those of the global batch. With `frees`, results of blocks and glue are deleted
-    once nothing needs them: without a backward, nothing else keeps their memory.
+    once nothing needs them, so that only what the backward needs stays in memory.
     """
 
     graph: GraphOp
@@ -263,14 +263,16 @@ class BodyPrinter:
 
 
 def _values_by_last_user(ops: Sequence[Operation]) -> dict[Operation, list[SSAValue]]:
-    """The results of blocks and glue that do not leave the section, by the operation that needs them last."""
+    """The floating-point results of blocks and glue that do not leave the section, by the operation that
+    needs them last. Other results are small, such as masks."""
     last: dict[SSAValue, Operation] = {}
     for op in ops:
         if isinstance(op, (CallOp, GlueOp)):
             last |= dict.fromkeys((*op.results, *(o for o in op.operands if o in last)), op)
     found: dict[Operation, list[SSAValue]] = {}
     for value, op in last.items():
-        if not any(isinstance(use.operation, (SendOp, TermOp, OutputOp)) for use in value.uses):
+        leaves = any(isinstance(use.operation, (SendOp, TermOp, OutputOp)) for use in value.uses)
+        if not leaves and tensor_type(value).is_floating:
             found.setdefault(op, []).append(value)
     return found
 

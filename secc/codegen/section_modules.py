@@ -106,17 +106,14 @@ def render_section_module(graph: GraphOp, section: SectionOp) -> str:
         list(dict.fromkeys(op.target.data for op in calls)), _SECTION_ATTRIBUTES
     )
     scope = NameScope({*_SECTION_ATTRIBUTES, *attributes.values()})
-    mode = section.mode.data if section.mode else "train"
-    cases = [
-        case for body in found for case in _case_texts(graph, body, attributes, scope, mode == "forward")
-    ]
+    cases = [case for body in found for case in _case_texts(graph, body, attributes, scope)]
     methods = list({id(case.method): case.method for case in cases}.values())
     guards = list({guard.name: guard for case in cases for guard in case.guards}.values())
     return render_template(
         "section.py.j2",
         name=section.sym.data,
         cls=section_class_name(section.sym.data),
-        mode=mode,
+        mode=section.mode.data if section.mode else "train",
         active_for=describe_predicate(strings_of(section.when)),
         padded=[
             f"{op.sym.data} with {', '.join(dict.fromkeys(strings_of(op.fills)))}"
@@ -145,13 +142,10 @@ def body_patterns(body: BodyOp) -> list[tuple[str, ...]]:
     return [strings_of(body.when), *(tuple(filter(None, text.split(" "))) for text in strings_of(body.also))]
 
 
-def _case_texts(
-    graph: GraphOp, body: BodyOp, attributes: dict[str, str], scope: NameScope, frees: bool
-) -> list[CaseText]:
-    """`frees`: whether results are deleted once nothing needs them."""
+def _case_texts(graph: GraphOp, body: BodyOp, attributes: dict[str, str], scope: NameScope) -> list[CaseText]:
     name, ops = scope.claim_name(body.sym.data), list(body.body.block.ops)
     needed = _computed_ops(ops)
-    printer = BodyPrinter(graph, attributes, frees=frees)
+    printer = BodyPrinter(graph, attributes, frees=True)
     lines = printer.print_lines(needed)
     method = SectionMethod(
         name,

@@ -84,6 +84,11 @@ class TensorType(ParametrizedAttribute, TypeAttribute):
         """The dtype as torch names it, such as `float32`."""
         return LONG_DTYPES[self.dtype.data]
 
+    @property
+    def is_floating(self) -> bool:
+        """Whether entries are real or complex numbers, not integers or booleans."""
+        return self.dtype.data[0] in "fcb" and self.dtype.data != "bool"
+
     def verify(self) -> None:
         if (problem := _find_problem(self.dims, self.dtype.data)) is not None:
             raise VerifyException(problem)
