@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from secc.cost.counting.example_arguments import run_glue
+from secc.ir.analysis.run_glue import run_glue
 from secc.ir.dialect.ops import GlueOp
 from secc.ir.dialect.size_expr import evaluate_size, size_symbol
 from secc.ir.dialect.tensor_type import TensorType, tensor_type

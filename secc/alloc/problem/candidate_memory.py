@@ -32,9 +32,14 @@ def memory_on_rank(
     micro-batch of `most` samples, if these are more.
 
     micro_batches: expected in a step. A single one saves memory, since gradients take the place of its
-    activations; that counts only where there are no more samples than replicas.
+    activations; that counts only where no replica can get a second one.
     """
-    if micro_batches == 1 and not work.whole_batch_kind(load) and work.active_sample_count(load) > dp:
+    surely_in_one = size if dp == 1 else dp
+    if (
+        micro_batches == 1
+        and not work.whole_batch_kind(load)
+        and work.active_sample_count(load) > surely_in_one
+    ):
         micro_batches = 2
     activation, working = _activation_bytes(work, load, size, recompute)
     if most > size:
@@ -134,7 +139,11 @@ def _activation_bytes(work: Workload, load: SectionLoad, size: int, recompute: s
         if load.mode == "forward":
             working = max(
                 working,
-                *(max(held) for _, held in _sample_bytes(work, load, (load.cost.forward_transient,))),
+                *(
+                    max(held)
+                    for text in working_expressions(load, recompute)
+                    for _, held in _sample_bytes(work, load, (text,))
+                ),
                 0,
             )
         load.cached_numbers[size, recompute] = activation, working
@@ -181,15 +190,11 @@ def _needed_sample_bytes(work: Workload, load: SectionLoad, recompute: str) -> l
 
 def working_expressions(load: SectionLoad, recompute: str) -> tuple[str, ...]:
     """Byte expressions of what a forward, backward or recomputation needs temporarily, one at a time."""
+    texts = (load.cost.call_transient, load.cost.glue_transient, load.cost.logits_transient)
     if load.mode == "forward":
-        return (load.cost.forward_transient,)
+        return texts
     again = load.cost.recompute.get(recompute)
-    texts = (
-        load.cost.forward_transient,
-        load.cost.backward_transient,
-        load.cost.logits_backward_transient,
-        again.working if again else "0",
-    )
+    texts = (*texts, again.working if again else "0")
     streamed = load.cost_under_recompute(recompute).streamed
     return texts if streamed == "0" else tuple(f"{text} + {streamed}" for text in texts)
 

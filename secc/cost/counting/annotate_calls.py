@@ -32,7 +32,7 @@ from secc.cost.counting.example_arguments import (
 from secc.cost.counting.meta_run import BlockCounts, ValuelessTensors, run_on_meta
 from secc.cost.counting.polynomial_fit import GRIDS, SizeGrid, fit_mean_cost, fit_polynomials
 from secc.cost.model.default_estimate import ZERO, CallCost, default_call_cost
-from secc.cost.model.section_cost import op_has_backward
+from secc.cost.model.glue_memory import op_has_backward
 from secc.ir.analysis.sample_sizes import read_all_samples
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.argument_template import DottedName, OperandRef

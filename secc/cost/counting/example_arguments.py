@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import sympy
 import torch
 from xdsl.ir import Operation, SSAValue
 
 from secc.ir.analysis.recorded_glue import recorded_label
-from secc.ir.dialect import size_expr
-from secc.ir.dialect.argument_template import DottedName, OperandRef
+from secc.ir.analysis.run_glue import run_glue
 from secc.ir.dialect.ops import CallOp, CaseOp, ConstOp, GlueOp, GraphOp, InputOp, strings_of
 
 OperandValues = Mapping[SSAValue, torch.Tensor]
@@ -99,28 +97,3 @@ def compute_operand_values(
 
     values = {o: value_of(o) for o in call.operands}
     return {o: v for o, v in values.items() if v is not None and not v.is_floating_point()}
-
-
-def run_glue(op: GlueOp, operands: Sequence[Any], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
-    """Runs an operation with torch. operands: its tensors; sizes: symbol values. Returns its results, and
-    raises what torch raises."""
-
-    def value_of(leaf: Any) -> Any:
-        match leaf:
-            case OperandRef(index=index):
-                return operands[index]
-            case DottedName(text="device"):
-                return torch.device("cpu")
-            case DottedName(text=text):
-                return getattr(torch, text.removeprefix("torch."))
-            case sympy.Expr():
-                return size_expr.evaluate_size(leaf, sizes)
-            case _:
-                return leaf
-
-    arguments = op.arguments.map_leaves(value_of)
-    function: Any = torch.ops
-    for part in op.target.data.split("."):
-        function = getattr(function, part)
-    result = function(*arguments.args, **arguments.kwargs)
-    return result if isinstance(result, tuple | list) else [result]

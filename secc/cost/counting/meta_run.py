@@ -32,11 +32,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from secc.cost.counting.fused_attention import FusedAttentionMode, has_no_values
-from secc.cost.counting.liveness import LiveBytesTracker
 from secc.cost.counting.repeated_layers import OpCounts, skip_repeated_layers
 from secc.cost.counting.row_pieces import RowPieces
-from secc.cost.counting.saved_tensors import SavedTensorsTracker, storage_key
+from secc.cost.counting.saved_tensors import SavedTensorsTracker
 from secc.cost.model.gemm_efficiency import DEFAULT_EFFICIENCY, GemmEfficiency
+from secc.cost.model.live_bytes import LiveBytesTracker, storage_key
 from secc.runtime.recorder import meta_rules
 from secc.runtime.recorder.block_results import contiguous_strides, new_fake_tensor
 from secc.runtime.recorder.glue_ops import grouped_mm_result

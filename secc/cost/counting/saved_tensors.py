@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from secc.cost.model.live_bytes import storage_key
+
 
 class SavedTensorsTracker:
     """Counts every storage that autograd saves once, except parameters and buffers, and records in which unit
@@ -117,10 +119,3 @@ class SavedTensorsTracker:
             self._kept_alive.append(tensor)
             for table in sizes:
                 table[key] = tensor.untyped_storage().nbytes()
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """A key that identifies the storage of a tensor, whatever its shape or view, while the storage is
-    alive."""
-    # torch has no public name for it
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -91,10 +91,10 @@ class RecomputeAccumulator:
         share = Fraction(alternate_units, cost.units or 1)
         self.selective.add_recomputed_share(cost, share)
 
-    def add_saved_bytes(self, size: str) -> None:
-        """Add bytes (an expression) that glue saves. Glue is never recomputed."""
+    def add_saved_bytes(self, size: str, count: int = 1) -> None:
+        """Add bytes (an expression) that glue saves `count` times. Glue is never recomputed."""
         for kind in (self.full, self.selective):
-            kind.saved[size] += 1
+            kind.saved[size] += count
 
 
 def recompute_costs(sums: Sequence[RecomputeAccumulator]) -> dict[str, RecomputeCost]:

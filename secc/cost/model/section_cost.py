@@ -8,7 +8,7 @@ exact there. Costs are expressions as text, because ranks evaluate them too
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -28,6 +28,7 @@ from secc.cost.model.default_estimate import (
     default_call_cost,
     leading_rows,
 )
+from secc.cost.model.glue_memory import VIEW_OP_NAMES, GlueMemory, measure_glue, op_has_backward
 from secc.cost.model.linear_loss import FusedLossCost, fused_loss_cost
 from secc.cost.model.patterns_and_transfers import input_patterns, micro_batch_sizes
 from secc.cost.model.recompute_cost import (
@@ -36,14 +37,13 @@ from secc.cost.model.recompute_cost import (
     recompute_costs,
     selectively_recomputed_blocks,
 )
-from secc.ir.analysis.dataflow import get_string, size_estimates
+from secc.ir.analysis.dataflow import evaluate_at_means, get_string, size_estimates, value_bytes
 from secc.ir.analysis.vocab_sharding import VocabSpread, find_sharded_heads
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import (
     BlockOp,
     CallOp,
     CaseOp,
-    Computation,
     GlueOp,
     GraphOp,
     ParamOp,
@@ -67,11 +67,6 @@ EXPERT_PARTS_ATTRIBUTE = "expert_parts"  # of a block: `SectionCost.expert_parts
 LISTED_CHOICES_ATTRIBUTE = "listed_choices"
 TP_WHOLE_ATTRIBUTE = "tp_whole"  # of a block: permille of its parameters that tp leaves whole in its layers
 FLOAT32_BYTES = 4  # per entry of a parameter without a recorded dtype
-VIEW_OP_NAMES = frozenset({  # views move no data
-    "view", "_unsafe_view", "reshape", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze",
-    "expand", "detach", "alias", "split", "split_with_sizes", "unbind", "as_strided", "unfold", "diagonal",
-    "narrow", "chunk",
-})  # fmt: skip
 # Backward FLOPs of attention over forward FLOPs: gradients of queries, keys, values and scores are computed
 # whichever parameters train.
 ATTENTION_BACKWARD_FLOPS_RATIO = 2
@@ -96,9 +91,9 @@ _EXPRESSION_FIELDS = (  # fields of SectionCost that are expressions over size s
     "layer_input_bytes",
     "logits_saved",
     "logits_moved",
-    "backward_transient",
-    "logits_backward_transient",
-    "forward_transient",
+    "call_transient",
+    "glue_transient",
+    "logits_transient",
     "routed_work",
     "routed_backward_work",
     "routed_bytes",
@@ -132,10 +127,10 @@ class SectionCost:
         kept_between: kept in addition between the two parts of a split backward.
         logits_saved, logits_moved: the parts of `saved` and `glue_bytes` in tensors with a vocabulary
             dimension. Tensor parallelism divides these by tokens.
-        backward_transient, logits_backward_transient: gradients that exist at once in the backward of the
-            largest glue operation, in addition to `saved`.
-        forward_transient: what a forward without backward holds at once, in addition to `saved`: peaks inside
-            calls, and outputs of calls and glue until they are last used, or sent.
+        call_transient, glue_transient, logits_transient: what exists at once in addition to `saved`: results
+            that are still needed, gradients, and what a call holds inside. In a forward by calls without a
+            backward; in forwards and backwards of glue; and in those of glue on tensors with a vocabulary
+            dimension (`secc.cost.model.glue_memory`).
 
     Parameters:
         params, trainable: entries. param_bytes, trainable_bytes: their bytes.
@@ -200,9 +195,9 @@ class SectionCost:
     streamed: str = "0"
     kept_between: str = "0"
     logits_moved: str = "0"
-    backward_transient: str = "0"
-    logits_backward_transient: str = "0"
-    forward_transient: str = "0"
+    call_transient: str = "0"
+    glue_transient: str = "0"
+    logits_transient: str = "0"
     largest_layer_bytes: int = 0
     outside_layers_bytes: int = 0
     sequence_parallel: bool = False
@@ -252,9 +247,10 @@ class _CostAccumulator:
     """Running sums over the operations of one case.
 
     Counters hold each addend (an expression as text) with its multiplicity, so that the equal layers of a
-    stack are added once. Sets hold alternatives; their maximum counts.
+    stack are added once.
     """
 
+    memory: GlueMemory
     flops: Counter[str] = field(default_factory=Counter[str])
     backward_flops: Counter[str] = field(default_factory=Counter[str])
     work: Counter[str] = field(default_factory=Counter[str])
@@ -273,12 +269,8 @@ class _CostAccumulator:
     unshared_bytes: Counter[str] = field(default_factory=Counter[str])
     layer_work: Counter[str] = field(default_factory=Counter[str])
     expert_row_work: int = 0
-    logits_saved: Counter[str] = field(default_factory=Counter[str])
     outside_saved: Counter[str] = field(default_factory=Counter[str])
     logits_moved: Counter[str] = field(default_factory=Counter[str])
-    backward_transient: set[str] = field(default_factory=set[str])
-    logits_backward_transient: set[str] = field(default_factory=set[str])
-    call_peak: set[str] = field(default_factory=set[str])
     ops: int = 0
     layers: int = 0
     layer_input_bytes: Counter[str] = field(default_factory=Counter[str])
@@ -325,7 +317,6 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, part: Secti
     called_paths = _outermost_paths({call.target.data for call in calls})
     mode = _section_mode(section)
     has_backward = mode != "forward"
-    peaks = [_forward_peaks(ops, blocks) for ops in ops_by_case] if not has_backward else []
     params, trainable, param_bytes, trainable_bytes = _count_parameters(graph, ops_by_case, called_paths)
     largest_layer_bytes, outside_layers_bytes = _layer_bytes(graph, calls, param_bytes)
     batch_entries, entries_per_sample = _count_batch_entries(graph, calls, blocks)
@@ -355,20 +346,14 @@ def _section_cost_in_all_symbols(graph: GraphOp, section: SectionOp, part: Secti
         forward_ns=_max_measured_ns(case.forward_ns for case in cases),
         backward_ns=_max_measured_ns(case.backward_ns for case in cases) if has_backward else "0",
         master_bytes=FLOAT32_BYTES * trainable if "dtype" in graph.attributes else 0,
-        logits_saved=largest(case.logits_saved for case in cases) if has_backward else "0",
+        logits_saved=largest(case.memory.kept_logits for case in cases) if has_backward else "0",
         streamed="0",
         kept_between="0",
         outside_saved=largest(case.outside_saved for case in cases) if has_backward else "0",
         logits_moved=largest(case.logits_moved for case in cases),
-        backward_transient=_max_over_patterns(
-            graph, {text for case in cases for text in case.backward_transient}
-        ),
-        logits_backward_transient=_max_over_patterns(
-            graph, {text for case in cases for text in case.logits_backward_transient}
-        ),
-        forward_transient=_max_over_patterns(
-            graph, set[str]().union(*(peaks or (case.call_peak for case in cases)))
-        ),
+        call_transient=max_expr(text for case in cases for text in case.memory.call_transient),
+        glue_transient=max_expr(text for case in cases for text in case.memory.glue_transient),
+        logits_transient=max_expr(text for case in cases for text in case.memory.logits_transient),
         largest_layer_bytes=largest_layer_bytes,
         outside_layers_bytes=outside_layers_bytes,
         sequence_parallel=get_string(section, "norms") == "sequence",
@@ -471,51 +456,6 @@ def _array_attribute(op: Operation, key: str) -> Iterable[Any]:
     return attribute if isinstance(attribute, ArrayAttr) else ()
 
 
-def _forward_peaks(ops: Sequence[Operation], blocks: Mapping[str, BlockOp]) -> set[str]:
-    """Bytes that exist at once during operations of a forward without backward, for each one that no other
-    exceeds: outputs that are still needed, and what a call holds beyond its own. A section's code deletes
-    other outputs (`BodyPrinter.frees`). Views keep what they show."""
-    last_uses, shown = _last_uses(ops)
-    freed_after = defaultdict[int, list[str]](list)
-    live, peaks = Counter[str](), set[tuple[frozenset[tuple[str, int]], str]]()
-    for i, op in enumerate(ops):
-        excess = "0"
-        if isinstance(op, CallOp) or (isinstance(op, GlueOp) and fused_loss_cost(op) is None):
-            for value in (r for r in op.results if shown[r] is r):
-                text = _sum_of_bytes([value])
-                live[text] += 1
-                freed_after[last_uses[value]].append(text)
-        if isinstance(op, CallOp) and (peak := call_cost(op, blocks[op.target.data]).peak) != 0:
-            excess = size_expr.format_expr(peak - sum(map(_tensor_bytes, op.results), ZERO))
-        peaks.add((frozenset(live.items()), excess))
-        live -= Counter(freed_after[i])
-    counted = [(dict(items), excess) for items, excess in peaks]
-    return {
-        _sum_to_text(size_expr.parse_expr(sum_counted_exprs(held)), size_expr.parse_expr(excess))
-        for held, excess in counted
-        if not any(
-            excess in (other_excess, "0")
-            and (held, excess) != (other, other_excess)
-            and all(other.get(text, 0) >= n for text, n in held.items())
-            for other, other_excess in counted
-        )
-    }
-
-
-def _last_uses(ops: Sequence[Operation]) -> tuple[dict[SSAValue, int], dict[SSAValue, SSAValue]]:
-    """The place of the last operation that needs a result or a view of it, behind all for those that leave
-    the section; and the result that each one shows, itself if it is no view."""
-    place: dict[Operation, int] = {op: i for i, op in enumerate(ops) if isinstance(op, Computation)}
-    last, shown = dict[SSAValue, int](), dict[SSAValue, SSAValue]()
-    for op in ops:
-        is_view = isinstance(op, GlueOp) and op.base_name in VIEW_OP_NAMES and op.operands
-        for value in op.results:
-            shown[value] = shown.get(op.operands[0], op.operands[0]) if is_view else value
-            uses = (place.get(use.operation, len(ops)) for use in value.uses)
-            last[shown[value]] = max(last.get(shown[value], 0), place.get(op, 0), *uses)
-    return last, shown
-
-
 def _runs_layers(op: Operation, blocks: Mapping[str, BlockOp]) -> bool:
     """Whether an operation calls a stack of layers, or a part of one."""
     return isinstance(op, CallOp) and bool(
@@ -615,48 +555,38 @@ def _accumulate_case(
 ) -> _CostAccumulator:
     """Sum the costs of a section's operations in one case; `recomputed` holds the blocks that selective
     recomputation runs again."""
-    sums, spread = _CostAccumulator(), VocabSpread(ops, find_sharded_heads(graph, ops))
+    spread = VocabSpread(ops, find_sharded_heads(graph, ops))
+    sums = _CostAccumulator(memory=measure_glue(ops, _mean_sizes(graph), spread, _excess_bytes(ops, blocks)))
     for op in ops:
         if isinstance(op, CallOp):
             _add_call(op, blocks[op.target.data], sums, op.target.data in recomputed)
         elif isinstance(op, GlueOp):
             _add_glue(op, sums)
             _add_logits_bytes(op, sums, spread)
-            _add_backward_transient(op, sums, spread)
+    for text, count in sums.memory.kept.items():
+        sums.saved[text] += count
+        sums.outside_saved[text] += count
+        sums.recompute.add_saved_bytes(text, count)
     return sums
 
 
-def _add_backward_transient(op: GlueOp, sums: _CostAccumulator, spread: VocabSpread) -> None:
-    """Add the gradients that an operation's backward reads and writes, without those of parameters, which
-    persist and are counted with the parameters."""
-    if not op_has_backward(op) or op.base_name in VIEW_OP_NAMES or fused_loss_cost(op) is not None:
-        return
-    gradients = (
-        value
-        for value in (*op.results, *op.operands)
-        if tensor_type(value).requires_grad and not isinstance(value.owner, ParamOp)
-    )
-    alternatives = sums.logits_backward_transient if op in spread.steps else sums.backward_transient
-    alternatives.add(_sum_of_bytes(gradients))
+def _mean_sizes(graph: GraphOp) -> list[dict[str, int]]:
+    """The sizes of one mean sample of each input pattern, with estimates of those that values decide."""
+    estimates = size_estimates(graph)
+    found = [micro_batch_sizes(graph, pattern.sizes, 1) for pattern in input_patterns(graph)]
+    for sizes in found:
+        sizes |= {name: max(1, round(evaluate_at_means(text, sizes))) for name, text in estimates.items()}
+    return found
 
 
-def _max_over_patterns(graph: GraphOp, texts: Collection[str]) -> str:
-    """The maximum of many expressions. Only the largest one at the mean sizes of each pattern takes part.
-
-    Expressions with data-dependent symbols are left out: these symbols have no mean size.
-    """
-    data_dependent = {str(name) for name in size_estimates(graph)}
-    evaluable = [
-        text
-        for text in sorted(texts)
-        if not any(
-            str(symbol) in data_dependent for symbol in size_expr.symbol_names(size_expr.parse_expr(text))
-        )
-    ]
-    if len(evaluable) < 2:
-        return max_expr(evaluable)
-    sizes = [micro_batch_sizes(graph, pattern.sizes, 1) for pattern in input_patterns(graph)]
-    return max_expr(max(evaluable, key=lambda text: evaluate_expr(text, at)) for at in sizes)
+def _excess_bytes(ops: Iterable[Operation], blocks: Mapping[str, BlockOp]) -> dict[Operation, Expr]:
+    """What calls without a backward hold for a time, in addition to their results."""
+    peaks = {
+        op: call_cost(op, blocks[op.target.data]).peak
+        for op in ops
+        if isinstance(op, CallOp) and not op_has_backward(op)
+    }
+    return {op: peak - sum(map(value_bytes, op.results), ZERO) for op, peak in peaks.items() if peak != 0}
 
 
 def _add_logits_bytes(op: GlueOp, sums: _CostAccumulator, spread: VocabSpread) -> None:
@@ -666,8 +596,6 @@ def _add_logits_bytes(op: GlueOp, sums: _CostAccumulator, spread: VocabSpread) -
     written = [result for result in op.results if result in spread.parts]
     read = [operand for operand in op.operands if operand in spread.parts]
     sums.logits_moved[_sum_of_bytes([*written, *read])] += 1
-    if op_has_backward(op):
-        sums.logits_saved[_sum_of_bytes(written)] += 1
 
 
 def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: bool) -> None:
@@ -681,7 +609,7 @@ def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: 
         sums.routed_work[size_expr.format_expr(cost.routed_work)] += 1
         sums.glue_bytes[size_expr.format_expr(cost.moved)] += 1
         sums.ops += cost.ops
-    result_bytes = sum(map(_tensor_bytes, call.results), ZERO)
+    result_bytes = sum(map(value_bytes, call.results), ZERO)
     if size := integer_attribute(block, "expert_size", 0):
         # Each row takes two FLOPs for each entry of one expert.
         width = integer_attribute(block, "expert_width", 0) * _parameter_itemsize(block)
@@ -716,8 +644,6 @@ def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: 
         if not layers:
             sums.outside_saved[size_expr.format_expr(cost.saved)] += 1
         sums.recompute.add_call(cost, recomputed)
-    else:
-        sums.call_peak.add(size_expr.format_expr(cost.peak))
 
 
 @cache
@@ -743,22 +669,17 @@ def _add_glue(op: GlueOp, sums: _CostAccumulator) -> None:
     sums.ops += 1
     if op.base_name in VIEW_OP_NAMES:
         return
-    written = _sum_of_bytes(op.results)
     sums.glue_bytes[_sum_of_bytes([*op.results, *op.operands])] += 1
     flops = _matmul_flops(op) if op.base_name in MATMUL_OP_NAMES else None
     if flops is not None:
         sums.flops[size_expr.format_expr(flops)] += 1
         sums.work[size_expr.format_expr(flops)] += 1
-    if op_has_backward(op):
-        sums.saved[written] += 1
-        sums.outside_saved[written] += 1
-        sums.recompute.add_saved_bytes(written)
-        if flops is not None:
-            # One product of the same size for each of the two factors that needs a gradient.
-            factors = sum(tensor_type(operand).requires_grad for operand in op.operands[-2:])
-            backward = size_expr.format_expr(flops * factors)
-            sums.backward_flops[backward] += 1
-            sums.backward_work[backward] += 1
+    if flops is not None and op_has_backward(op):
+        # One product of the same size for each of the two factors that needs a gradient.
+        factors = sum(tensor_type(operand).requires_grad for operand in op.operands[-2:])
+        backward = size_expr.format_expr(flops * factors)
+        sums.backward_flops[backward] += 1
+        sums.backward_work[backward] += 1
 
 
 def _add_fused_loss(op: GlueOp, cost: FusedLossCost, sums: _CostAccumulator) -> None:
@@ -792,7 +713,7 @@ def _sum_to_text(*parts: Expr) -> str:
 
 
 def _sum_of_bytes(values: Iterable[SSAValue]) -> str:
-    return size_expr.format_expr(sum(map(_tensor_bytes, values), ZERO))
+    return size_expr.format_expr(sum(map(value_bytes, values), ZERO))
 
 
 def _section_label(calls: list[CallOp]) -> str:
@@ -818,16 +739,6 @@ def _narrowest_dim(calls: list[CallOp]) -> int:
 def _matmul_flops(op: GlueOp) -> Expr:
     """Two FLOPs for each entry of the result and each entry of the inner dimension."""
     return 2 * count_entries(tensor_type(op.results[0])) * tensor_type(op.operands[-2]).shape[-1]
-
-
-def op_has_backward(op: Operation) -> bool:
-    """Whether a backward runs for this operation: it ran with gradients on, and a result requires one."""
-    return "no_grad" not in op.properties and any(tensor_type(r).requires_grad for r in op.results)
-
-
-def _tensor_bytes(value: SSAValue) -> Expr:
-    type_ = tensor_type(value)
-    return count_entries(type_) * type_.itemsize
 
 
 def _cost_label(call: CallOp) -> str:

@@ -1,4 +1,4 @@
-"""Liveness of storages in a block without backward: how many bytes its tensors hold at once."""
+"""Liveness of storages: how many bytes the tensors of running code hold at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
-from secc.cost.counting.saved_tensors import storage_key
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A key that identifies the storage of a tensor, whatever its shape or view, while the storage is
+    alive."""
+    # torch has no public name for it
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 class LiveBytesTracker:
