@@ -32,14 +32,9 @@ def memory_on_rank(
     micro-batch of `most` samples, if these are more.
 
     micro_batches: expected in a step. A single one saves memory, since gradients take the place of its
-    activations; that counts only where no replica can get a second one.
+    activations; that counts only where there are no more samples than replicas.
     """
-    surely_in_one = size if dp == 1 else dp
-    if (
-        micro_batches == 1
-        and not work.whole_batch_kind(load)
-        and work.active_sample_count(load) > surely_in_one
-    ):
+    if micro_batches == 1 and not work.whole_batch_kind(load) and work.active_sample_count(load) > dp:
         micro_batches = 2
     activation, working = _activation_bytes(work, load, size, recompute)
     if most > size:
