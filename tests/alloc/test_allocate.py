@@ -283,7 +283,7 @@ def test_recomputation_where_memory_demands_it(saved: int, way: str) -> None:
     assert section_attribute(module, "lm", "recompute") == way
     assert section_attribute(module, "lm", "backward_ns").count("+ 1000*(") == (2 if way != "none" else 1)
     kept = {"none": saved * MIB, "selective": saved * MIB // 2 + 500, "full": 1000}[way]
-    assert section_attribute(module, "lm", "saved") == f"{kept}*B*S + 4"
+    assert section_attribute(module, "lm", "saved") == f"{kept}*B*S"
 
 
 def test_larger_micro_batches_and_recomputation_are_weighed() -> None:
@@ -511,7 +511,7 @@ def test_activations_leave_where_that_takes_less_time_than_running_again(
     shorter = prediction(found)["step_time_s"] < prediction(without)["step_time_s"]
     assert shorter == (offload == "activations")
     if shorter:
-        assert section_attribute(found, "lm", "saved") == "4"  # the loss; layers are on their way
+        assert section_attribute(found, "lm", "saved") == "0"  # layers are on their way
         assert section_attribute(found, "lm", "host_gib") > 100
 
 
