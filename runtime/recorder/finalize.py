@@ -8,15 +8,13 @@ from torch import fx
 
 from secc.runtime.recorder.graph_tape import MOMENT_KEYS
 from secc.runtime.recorder.nested_values import take_at_path
-from secc.runtime.recorder.recording import is_read_node
+from secc.runtime.recorder.recording import is_read_node, is_view
 
 aten = torch.ops.aten
 
 # A view needs strides that the fake result of a block had at capture; received tensors and fused kernels may
 # have others.
 _LAYOUT_FREE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
-
-_VIEW_OPS = {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default}
 
 _IMAGE_LOSS = aten.nll_loss2d_forward.default
 _GRADIENT_CUTTING_OPS = frozenset(
@@ -30,10 +28,10 @@ _GRADIENT_CUTTING_OPS = frozenset(
 
 def finalize_graph(graph: fx.Graph) -> fx.Graph:
     """Clean the graph in place and return it."""
+    _drop_aliases(graph)
     for node in graph.nodes:
         if node.target in _LAYOUT_FREE:
             node.target = _LAYOUT_FREE[node.target]
-    _drop_aliases(graph)
     _lay_out_targets(graph)
     graph.eliminate_dead_code(is_needed)
     for node in graph.nodes:
@@ -54,11 +52,13 @@ def is_needed(node: fx.Node) -> bool:
 
 
 def _needs_layout(node: fx.Node) -> bool:
-    """Whether a value reaches, through views, an op that needs contiguous entries: the loss of images, in
-    its backward. Targets are laid out there."""
+    """Whether a value reaches, through views, what may need contiguous entries: a block, which may call
+    `view`, or the loss of images, in its backward. Targets are laid out there. What a reshape copies
+    (`_unsafe_view`) is contiguous anyway."""
     return any(
-        (user.target is _IMAGE_LOSS and user.args[0] is node)
-        or (user.target in _VIEW_OPS and _needs_layout(user))
+        user.op == "call_module"
+        or (user.target is _IMAGE_LOSS and user.args[0] is node)
+        or (is_view(user) and _needs_layout(user))
         for user in node.users
     )
 

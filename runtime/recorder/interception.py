@@ -79,6 +79,10 @@ class RecordingListener(FunctionListener, Protocol):
     def on_tensor_use(self, *values: Any) -> None:
         """Glue or Python uses these tensors in a way that may depend on their shapes."""
 
+    def make_contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Glue calls `contiguous` of a tensor of any shape."""
+        ...
+
     def on_read(self, kind: str, tensor: torch.Tensor) -> None:
         """Python reads the values of a tensor of any shape."""
 
@@ -140,6 +144,8 @@ class CallInterceptor(TorchFunctionMode):
             return args[0].detach()
         if func in _FORMATTERS:
             return f"tensor(shape={tuple(args[0].shape)})"
+        if func is torch.Tensor.contiguous and len(args) == 1 and not kwargs:
+            return self._listener.make_contiguous(args[0])
         if func is torch.Tensor.item:
             return self._listener.read_scalar(args[0])
         if func in _READER_KINDS:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
+from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from secc.runtime.errors import UserError
@@ -551,6 +552,15 @@ class Recorder:
     def on_tensor_use(self, *values: Any) -> None:
         """These tensors are used in a way that may depend on their shapes."""
         self._touched.mark_used(values)
+
+    def make_contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous tensor. One that only its sizes of 1 make contiguous is copied, since it would
+        be in batches of other sizes."""
+        node = self._tape.find_node(tensor)
+        is_expanded = node is not None and node.target is torch.ops.aten.expand.default
+        if is_expanded or tensor.stride() != make_contiguous_strides_for(tensor.shape):
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor.contiguous()
 
     def on_read(self, kind: str, tensor: torch.Tensor) -> None:
         """Record that Python reads the values of a tensor of any shape."""

@@ -263,15 +263,19 @@ def writes_argument(node: fx.Node) -> bool:
     )
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value shares memory with an argument, or is an item of one."""
+    return node.target is operator.getitem or (
+        isinstance(node.target, torch._ops.OpOverload)
+        and any(r.alias_info is not None for r in node.target._schema.returns)
+    )
+
+
 def mark_written(node: fx.Node) -> None:
     """Mark a node with a tensor that a block writes to, and those with the same memory."""
     while not node.meta.get("written"):
         node.meta["written"] = True
-        target = node.target
-        aliases = isinstance(target, torch._ops.OpOverload) and any(
-            r.alias_info is not None for r in target._schema.returns
-        )
-        source = node.args[0] if node.args and (aliases or target is operator.getitem) else None
+        source = node.args[0] if node.args and is_view(node) else None
         if not isinstance(source, fx.Node):
             return
         node = source

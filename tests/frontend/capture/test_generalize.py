@@ -408,6 +408,74 @@ def test_targets_of_one_sample_take_the_ops_of_several() -> None:
     assert [str(n.target) for n in case.graph.nodes].count("aten.clone.default") == 1
 
 
+class FlatHead(nn.Linear):
+    """A linear layer that calls `view`, which needs contiguous entries, as GPT-2's Conv1D does."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.view(-1, self.in_features)).view(*input.shape[:-1], -1)
+
+
+@pytest.mark.parametrize(
+    ("glue", "copies"),
+    [
+        (lambda m, h, mask: m.head(h.transpose(0, 1).contiguous()).mean(), 1),
+        (lambda m, h, mask: m.head(h.transpose(0, 1).contiguous()[None]).mean(), 1),
+        (lambda m, h, mask: m.head(h.transpose(0, 1).contiguous().view(-1, 2, 6)).mean(), 1),
+        (lambda m, h, mask: m.head(h.transpose(0, 1).contiguous().chunk(2)[0]).mean(), 1),
+        (lambda m, h, mask: m.head(h.transpose(0, 1).clone(memory_format=torch.contiguous_format)).mean(), 1),
+        (lambda m, h, mask: m.head(h[:1].expand(len(h), -1, -1).contiguous()).mean(), 1),
+        (lambda m, h, mask: m.head(h.contiguous()).mean(), 0),
+        (lambda m, h, mask: m.head(h.transpose(0, 1).flatten(0, 1)).mean(), 0),
+        (lambda m, h, mask: m.head(h).transpose(0, 1).contiguous().view(-1).square().mean(), 0),
+    ],
+)
+def test_blocks_get_contiguous_entries_where_forward_asks_for_them(
+    glue: Callable[..., Any], copies: int
+) -> None:
+    model = Model(glue)
+    model.head = FlatHead(6, 3)
+    one, several = observe(model, [(1, 10), (2, 12)])
+    assert graph_signature(one.recording.graph) == graph_signature(several.recording.graph)
+    (case,), problems = generalize_captures(observe(model, [(1, 10), (2, 12), (3, 18), (4, 14), (7, 20)]))
+    assert problems == []
+    assert [str(n.target) for n in case.graph.nodes].count("aten.clone.default") == copies
+    assert_exact(model, case, batch(9, 32, 99))
+
+
+class AddingHead(nn.Linear):
+    """Adds one to what it is given, in place."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.add_(1))
+
+
+def test_a_block_writes_into_a_tensor_that_is_contiguous_already() -> None:
+    def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        doubled = 2 * h
+        return m.head(doubled.contiguous()).mean() + doubled.square().mean()
+
+    model = Model(glue)
+    model.head = AddingHead(6, 3)
+    (case,), problems = generalize_captures(observe(model, SIZES))
+    assert problems == []
+    assert_exact(model, case, batch(9, 32, 99))
+
+
+def test_blocks_get_contiguous_entries_of_what_forward_changes_in_place() -> None:
+    def glue(m: Model, h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        turned = (2 * h).transpose(0, 1)
+        turned[0] = 1
+        return m.head(turned.contiguous()).mean()
+
+    model = Model(glue)
+    model.head = FlatHead(6, 3)
+    one, several = observe(model, [(1, 10), (2, 12)])
+    assert graph_signature(one.recording.graph) == graph_signature(several.recording.graph)
+    (case,), problems = generalize_captures(observe(model, SIZES))
+    assert problems == []
+    assert_exact(model, case, batch(9, 32, 99))
+
+
 class Padded(HeldOut):
     """A probe of batches that are padded to `S`."""
 
