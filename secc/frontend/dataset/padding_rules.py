@@ -3,9 +3,9 @@ with the sample collated alone.
 
 The comparison also shows that the samples of a batch are in order and independent of each other; edges
 between sections and micro-batches rely on both. Integers may depend on other samples if other keys show
-the order of their rows, or if each sample's are those of the sample alone plus one number: the index of an
-image in a packed batch, the ends of a graph's edges and the patches that a token pools change with the batch,
-and collate computes them for each micro-batch.
+the order of their rows (offsets do, too), or if each sample's are those of the sample alone plus one number:
+the index of an image in a packed batch, the ends of a graph's edges and the patches that a token pools change
+with the batch, and collate computes them for each micro-batch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ KeyPads = tuple[tuple[int, str, PadFill], ...]
 DimSides = tuple[str, ...]
 
 PAD_SIDES = ("right", "left")
+
+_UNORDERED_REMEDY = (
+    "keep the samples in order, and let nothing of a sample depend on the others or on chance (random masks"
+    " belong into dataset(), where each sample has a seed)"
+)
+_NUMBERS_REMEDY = (
+    "; if these are numbers of samples or rows, return another key with as many rows, such as the length of "
+    "each, which shows their order"
+)
 
 
 class PaddingEvidence:
@@ -129,13 +138,16 @@ def find_pads(
         p.key: p for key in dict.fromkeys(k for k, _ in extents.kinds) if (p := _start_evidence(key, extents))
     }
     inconsistent: dict[str, torch.dtype] = {}
+    offsets = _find_offsets(extents)
     for batch, singles in collated:
+        offsets = {k: rows for k, rows in offsets.items() if _adds_up_lengths(k, batch, singles)}
         inconsistent |= {
             p.key: batch[p.key].dtype
             for p in evidence.values()
             if p.key in batch and not p.compare_batch(batch, singles)
         }
     ordered = {extents.dims_of(p.key)[p.row_dim] for p in evidence.values() if p.key not in inconsistent}
+    ordered.update(offsets.values())
     for key, dtype in inconsistent.items():
         own = evidence.pop(key)
         in_order = (own.shifted and own.shows_shift) or extents.dims_of(key)[own.row_dim] in ordered
@@ -143,8 +155,7 @@ def find_pads(
             raise UserError(
                 f"collate() of several samples gives {key!r} of other rows than of each sample alone",
                 where,
-                "keep the samples in order, and let nothing of a sample depend on the others or on chance"
-                " (random masks belong into dataset(), where each sample has a seed)",
+                _UNORDERED_REMEDY + ("" if dtype.is_floating_point or not own.shifted else _NUMBERS_REMEDY),
             )
     known_sides = _known_sides(extents, evidence.values())
     preferred = {
@@ -152,6 +163,22 @@ def find_pads(
         for key in evidence
     }
     return {key: padding.choose_pads(preferred[key]) for key, padding in evidence.items()}
+
+
+def _find_offsets(extents: DimRules) -> dict[str, str]:
+    """Returns the keys of one dim with one entry more than there are rows of a kind, and the size of these
+    rows."""
+    sizes = {f"{s.name} + 1": s.name for s in extents.symbols if s.kind == "rows"}
+    dims_of_keys = {key: extents.dims_of(key) for key, _ in extents.kinds}
+    return {key: sizes[dims[0]] for key, dims in dims_of_keys.items() if len(dims) == 1 and dims[0] in sizes}
+
+
+def _adds_up_lengths(key: str, batch: CollatedBatch, singles: Sequence[CollatedBatch]) -> bool:
+    """Whether the offsets of a batch add up the lengths of its samples in order."""
+    if key not in batch:
+        return True
+    lengths = torch.cat([single[key].diff() for single in singles if key in single])
+    return not batch[key].is_floating_point() and torch.equal(batch[key].diff(), lengths)
 
 
 def _start_evidence(key: str, extents: DimRules) -> PaddingEvidence | None:

@@ -358,3 +358,37 @@ def test_integers_may_count_through_a_batch_where_other_keys_show_the_order(user
     assert dims(found) == {"patches": ("n_patches", "6"), "image": ("n_patches",)}
     with pytest.raises(UserError, match="'patches' of other rows than of each sample alone"):
         described(user_of(images, collate=lambda samples: {k: v.flip(0) for k, v in packed(samples).items()}))
+
+
+@pytest.mark.parametrize("order", ["offsets", "lengths", ""])
+def test_offsets_or_lengths_show_the_order_of_the_numbers_of_samples(user_of: UserOf, order: str):
+    def collate(samples: list[Sample]) -> Sample:
+        has = [i for i, s in enumerate(samples) if "x" in s]
+        if not has:
+            return {"input_ids": stacked(samples)}
+        lengths = torch.tensor([len(samples[i]["x"]) for i in has])
+        batch = {"input_ids": stacked(samples), "owner": torch.tensor(has)}
+        batch["x"] = torch.cat([samples[i]["x"] for i in has])
+        shown = {"offsets": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), "lengths": lengths}
+        return batch | ({order: shown[order]} if order else {})
+
+    user = user_of(IMAGES, collate=collate)
+    if order:
+        assert dims(described(user))["owner"] == ("n_owner",)
+        return
+    with pytest.raises(UserError, match="'owner' of other rows than of each sample alone") as caught:
+        described(user)
+    assert "return another key with as many rows, such as the length of each" in caught.value.remedy
+
+
+def test_offsets_of_rows_out_of_order_show_nothing(user_of: UserOf):
+    def collate(samples: list[Sample]) -> Sample:
+        has = [i for i, s in enumerate(samples) if "x" in s][::-1]
+        if not has:
+            return {"input_ids": stacked(samples)}
+        lengths = torch.tensor([len(samples[i]["x"]) for i in has])
+        batch = {"input_ids": stacked(samples), "owner": torch.tensor(has)}
+        return batch | {"offsets": torch.nn.functional.pad(lengths.cumsum(0), (1, 0))}
+
+    with pytest.raises(UserError, match="'owner' of other rows than of each sample alone"):
+        described(user_of(IMAGES, collate=collate))
