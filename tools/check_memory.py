@@ -1,35 +1,39 @@
-"""Compares the predicted memory of a rank with PyTorch's memory tracker on plain PyTorch.
+"""Compares the predicted memory of a rank with what lives at once on a real one.
 
     python -m tools.check_memory [MODEL ...]     prints a table; `--json FILE` writes it
 
-Each model is compiled for one rank in each configuration. The prediction of its plan is compared with the
-peak of `torch.distributed._tools.mem_tracker.MemTracker` over two steps of plain PyTorch on CPU, with the
-user's optimizer, the same samples and micro-batches, and the same layers recomputed
-(`torch.utils.checkpoint`).
+Each model is compiled without fused operators for one rank in each configuration, and trains three steps on
+the CPU. Measured are the bytes of all tensors that exist at once in the second and third step: weights,
+gradients, optimizer states, the batch, and what forwards and backwards hold.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import tempfile
 from collections.abc import Callable, Mapping
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers as T
 from torch import nn
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.utils.generic import ModelOutput
 
+from secc.cost.model.live_bytes import LiveBytesTracker
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
-from secc.runtime.model.user_file import UserModel, load_model_file
-from secc.runtime.plan.schema import Section
-from secc.runtime.sections import recompute
+from secc.report.html_page import report_page
+from tools.bench_runtime import join_training
 from tools.benchmark_table import BenchmarkTable, add_json_option
+from tools.compare_training import find_free_port
 
-BATCH_SAMPLES = 4
+BATCH_SAMPLES, STEPS = 4, 3
 CONFIGURATIONS = (  # micro-batch, recomputation
     (2, "none"),
     (2, "selective"),
@@ -88,6 +92,30 @@ class DistilledModel(nn.Module):
             student.logits.log_softmax(-1), teacher.softmax(-1), reduction="sum"
         )
         return ModelOutput(loss=student.loss + divergence / teacher.shape[:-1].numel())
+
+
+class WideLosses(nn.Module):
+    """A bf16 model distilled from a frozen one, with both losses on float32 copies of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = _language_model(T.LlamaConfig, 4, 384, 16_000, num_key_value_heads=8)
+        self.teacher.requires_grad_(False)
+        self.student = _language_model(T.LlamaConfig, 3, 256, 16_000, num_key_value_heads=8)
+        self.to(torch.bfloat16)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(input_ids=input_ids).logits
+        logits = self.student(input_ids=input_ids).logits
+        divergences = nn.functional.kl_div(
+            logits[:, :-1].float().log_softmax(-1),
+            wanted[:, :-1].float().log_softmax(-1),
+            reduction="none",
+            log_target=True,
+        )
+        entropy = nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+        return entropy + divergences.sum(-1).mean()
 
 
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
@@ -174,6 +202,10 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
         )
     ),
     "frozen teacher": lambda: DistilledModel(),
+    "bf16, many words": lambda: _language_model(T.Qwen3Config, 4, 256, 16_000, num_key_value_heads=8).to(
+        torch.bfloat16
+    ),
+    "bf16, frozen teacher": lambda: WideLosses(),
     "vit": lambda: T.ViTForImageClassification(
         T.ViTConfig(
             hidden_size=384,
@@ -209,57 +241,59 @@ def random_sample(name: str, g: torch.Generator) -> dict[str, torch.Tensor]:
     return {"input_ids": words, "labels": words.clone()}
 
 
-def plan_section(path: Path, micro_batch: int, recomputation: str) -> Section:
-    """The only section of a plan for one rank."""
+def compile_for_rank(model: Path, plan: Path, micro_batch: int, recomputation: str) -> float:
+    """Compiles a model into one section on one rank and writes its plan. Returns the predicted bytes."""
     options = CompileOptions(cluster="1x1xcpu", global_batch=BATCH_SAMPLES, max_sections=1, fuse=False)
-    (section,) = compile_model(path, options).plan.sections
+    compiled = compile_model(model, options)
+    (section,) = compiled.plan.sections
     if (section.micro_batch, section.recompute) != (micro_batch, recomputation):
         pins = (f"{section.name}.micro_batch={micro_batch}", f"{section.name}.recompute={recomputation}")
-        (section,) = compile_model(path, dataclasses.replace(options, set=pins)).plan.sections
-    return section
+        compiled = compile_model(model, dataclasses.replace(options, set=pins))
+        (section,) = compiled.plan.sections
+    compiled.write_plan(plan, report_page)
+    return section.memory_gib * 2**30
 
 
-def tracked_peak(user: UserModel, section: Section) -> float:
-    """Peak bytes of the tracker in plain PyTorch."""
-    torch.manual_seed(0)
-    model = user.build_model()
-    _turn_frozen_into_buffers(model)
-    recompute.install_recompute(model, section.blocks, section.recompute)
-    optimizer = user.build_optimizer([(n, p) for n, p in model.named_parameters() if p.requires_grad])
-    samples, size = user.module.dataset(), section.micro_batch
-    batches = [
-        user.collate([samples[i] for i in range(start, start + size)])
-        for start in range(0, BATCH_SAMPLES, size)
-    ]
-    tracker = MemTracker()
-    tracker.track_external(model, optimizer, *(value for batch in batches for value in batch.values()))
-    with tracker:
-        for _ in range(2):
-            for batch in batches:
-                tracker.reset_mod_stats()
-                (model(**batch).loss / len(batches)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    snapshot = tracker.get_tracker_snapshot("peak")
-    return float(sum(state["Total"] for state in snapshot.values()))
+class _LiveTensors(TorchDispatchMode):
+    """Counts the bytes of all tensors with values that operations make, while they exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = LiveBytesTracker(())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = (t for t in tree_leaves(result) if isinstance(t, torch.Tensor))
+        self.tracker.record_results(t for t in tensors if not t.is_meta)
+        return result
 
 
-def _turn_frozen_into_buffers(model: nn.Module) -> None:
-    """Make frozen parameters buffers: the tracker expects a gradient of every parameter."""
-    for module in model.modules():
-        for key, param in list(module.named_parameters(recurse=False)):
-            if not param.requires_grad:
-                delattr(module, key)
-                module.register_buffer(key, param.data)
+def train_on_rank(plan: Path, port: int, pipe: Any) -> None:
+    """Trains as the only rank of a plan, and sends the most bytes that exist at once after the first step."""
+    live = _LiveTensors()
+    with live, join_training(plan, 0, 1, port, STEPS) as (_, trainer, steps):
+        trainer.train_step(next(steps))
+        gc.collect()
+        before = len(live.tracker.bytes_after_op)
+        for _ in range(STEPS - 1):
+            trainer.train_step(next(steps))
+    pipe.send(max(live.tracker.bytes_after_op[before:]))
 
 
 def compare_memory(name: str, micro_batch: int, recomputation: str) -> tuple[float, float]:
-    """(predicted, tracked) bytes of a model."""
+    """(predicted, measured) bytes of a model on a rank."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.py"
-        path.write_text(MODEL_FILE_TEXT.format(name=name))
-        section = plan_section(path, micro_batch, recomputation)
-        return section.memory_gib * 2**30, tracked_peak(load_model_file(path), section)
+        model, plan = Path(folder) / "model.py", Path(folder) / "plan"
+        model.write_text(MODEL_FILE_TEXT.format(name=name))
+        predicted = compile_for_rank(model, plan, micro_batch, recomputation)
+        context = get_context("spawn")
+        receiver, sender = context.Pipe(duplex=False)
+        rank = context.Process(target=train_on_rank, args=(plan, find_free_port(), sender))
+        rank.start()
+        sender.close()
+        measured = receiver.recv()
+        rank.join()
+        return predicted, measured
 
 
 def main() -> None:
@@ -275,14 +309,14 @@ def main() -> None:
     ]
     table = BenchmarkTable(
         ("model", *titles),
-        "Predicted / tracked MiB (error) of one rank; two steps of four samples, float32, AdamW.",
+        "Predicted / measured MiB (error) of one rank; steps of four samples, AdamW, float32 or bf16.",
         options.json,
     )
     for name in options.models:
         results = [compare_memory(name, *configuration) for configuration in CONFIGURATIONS]
         cells = (
-            f"{expected / 2**20:.0f} / {tracked / 2**20:.0f} {expected / tracked - 1:+.1%}"
-            for expected, tracked in results
+            f"{predicted / 2**20:.0f} / {measured / 2**20:.0f} {predicted / measured - 1:+.1%}"
+            for predicted, measured in results
         )
         table.add_row(name, *cells)
 

@@ -35,6 +35,8 @@ VIEW_OP_NAMES = frozenset({  # views move no data
     "expand", "detach", "alias", "split", "split_with_sizes", "unbind", "as_strided", "unfold", "diagonal",
     "narrow", "chunk",
 })  # fmt: skip
+# Backwards that copy a gradient which repeats few numbers, inside of their kernels.
+COPY_GRADIENT_OP_NAMES = frozenset({"_softmax", "_log_softmax"})
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class BackwardNeeds:
     gradients of operands and results. Both are per byte of its largest tensor, which has the index `largest`
     in its operands and results.
     passed: indices of operands with the same gradient as the result, without a copy.
+    thin: indices of operands with a gradient that repeats few numbers without a copy, as that of a sum.
     """
 
     operands: tuple[int, ...] = ()
@@ -54,6 +57,7 @@ class BackwardNeeds:
     inside: Fraction = Fraction(0)
     working: Fraction = Fraction(0)
     passed: tuple[int, ...] = ()
+    thin: tuple[int, ...] = ()
 
 
 @dataclass
@@ -192,11 +196,23 @@ class _Walk:
                 first[gradient] = min(first.get(gradient, made), made)
                 last[gradient] = max(last.get(gradient, 0), *places)
         spans = [_Span(0, self._place[kept.op] - 1, -kept.size) for kept in self.kept.values()]
-        spans += [_Span(first[value], last[value], value_bytes(value)) for value in first]
+        for value in first:
+            if not self._has_thin_gradient(value, users[value]):
+                spans.append(_Span(first[value], last[value], value_bytes(value)))
+            # The gradients by several users are added one by one.
+            spans += [_Span(i, i, value_bytes(value)) for i in users[value] if i != last[value]]
         for op, needs in self._needs.items():
             if needs.working:
                 spans.append(_Span(self._place[op], self._place[op], needs.working * _unit_bytes(op, needs)))
         return self._moments(spans, [op for op in with_backward if isinstance(op, GlueOp)])
+
+    def _has_thin_gradient(self, value: SSAValue, users: Sequence[int]) -> bool:
+        """Whether the gradient of a value with these users takes no memory worth counting."""
+        maker = value.owner
+        if len(users) != 1 or (isinstance(maker, GlueOp) and maker.base_name in COPY_GRADIENT_OP_NAMES):
+            return False
+        user = self._ops[users[0]]
+        return user in self._needs and any(user.operands[k] == value for k in self._needs[user].thin)
 
     def _same_gradients(
         self, with_backward: Sequence[Operation], users: Mapping[SSAValue, Sequence[int]]
@@ -302,6 +318,7 @@ def _run_backward(op: GlueOp, sizes: Mapping[str, int]) -> BackwardNeeds:
         Fraction(inside, unit),
         Fraction(working, unit),
         tuple(k for k, g in by_operand.items() if storage_key(g) in given),
+        tuple(k for k, g in by_operand.items() if 2 * g.untyped_storage().nbytes() < g.nbytes),
     )
 
 

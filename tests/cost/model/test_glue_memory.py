@@ -105,9 +105,15 @@ def test_gradients_exist_from_the_last_user_to_the_maker() -> None:
         SUM,
         "%t = " + SUM[5:].replace("%p", "%q"),
     )
-    # The gradient of %l by its second use waits while that of its first use is made.
+    # When the gradient of %l by its first use is made, that by its second use waits; the powers are gone.
     assert twice.saved == "800*B*S + B"
-    assert twice.glue_transient == "1200*B*S"
+    assert twice.glue_transient == "800*B*S"
+
+
+def test_the_gradient_of_a_sum_repeats_one_number() -> None:
+    product = glue("p", "mul.Tensor", "%l, %w", "$0, $1", WIDE)
+    *_, op = (op for op in graph(TO_WIDE, product, SUM).walk() if isinstance(op, GlueOp))
+    assert backward_needs(op, {"B": 2, "S": 5}).thin == (0,)
 
 
 def test_a_kept_tensor_counts_once() -> None:
