@@ -89,14 +89,16 @@ def measure_glue(
     patterns: Sequence[Mapping[str, int]],
     spread: VocabSpread,
     excess: Mapping[Operation, Expr],
+    kept_by_calls: Mapping[Operation, Expr],
 ) -> GlueMemory:
     """Measures the glue of one case of a section that trains.
 
     ops: the section's operations, in order. patterns: sizes of a micro-batch, for each input pattern.
     spread: the operations on tensors with a vocabulary dimension. excess: bytes that calls without a backward
-    hold for a time, in addition to their results.
+    hold for a time, in addition to their results. kept_by_calls: bytes that calls keep under any
+    recomputation.
     """
-    walk = _Walk([op for op in ops if isinstance(op, (CallOp, GlueOp))], patterns[0])
+    walk = _Walk([op for op in ops if isinstance(op, (CallOp, GlueOp))], patterns[0], kept_by_calls)
     found = GlueMemory()
     for source, kept in walk.kept.items():
         text = size_expr.format_expr(kept.size)
@@ -137,8 +139,13 @@ class _Moment(NamedTuple):
 class _Walk:
     """The tensors of one case, with the operations from and to which they exist."""
 
-    def __init__(self, ops: Sequence[CallOp | GlueOp], sizes: Mapping[str, int]) -> None:
-        self._ops = ops
+    def __init__(
+        self,
+        ops: Sequence[CallOp | GlueOp],
+        sizes: Mapping[str, int],
+        kept_by_calls: Mapping[Operation, Expr],
+    ) -> None:
+        self._ops, self._kept_by_calls = ops, kept_by_calls
         self._place: dict[object, int] = {op: i for i, op in enumerate(ops)}
         self._shown = dict[SSAValue, SSAValue]()  # of a view, the value that has the memory
         for op in ops:
@@ -228,9 +235,10 @@ class _Walk:
         return same
 
     def _moments(self, spans: Iterable[_Span], ops: Collection[Operation]) -> list[_Moment]:
-        """What exists during each of `ops`."""
+        """What exists during each of `ops`, when the calls behind it keep nothing yet, or no longer."""
         changes = defaultdict[int, Counter[Expr]](Counter)
-        for span in spans:
+        of_calls = [_Span(0, self._place[op] - 1, -size) for op, size in self._kept_by_calls.items()]
+        for span in (*spans, *of_calls):
             if span.first <= span.last:
                 changes[span.first][span.size] += 1
                 changes[span.last + 1][span.size] -= 1

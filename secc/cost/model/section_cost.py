@@ -556,10 +556,17 @@ def _accumulate_case(
     """Sum the costs of a section's operations in one case; `recomputed` holds the blocks that selective
     recomputation runs again."""
     spread = VocabSpread(ops, find_sharded_heads(graph, ops))
-    sums = _CostAccumulator(memory=measure_glue(ops, _mean_sizes(graph), spread, _excess_bytes(ops, blocks)))
+    costs = {op: call_cost(op, blocks[op.target.data]) for op in ops if isinstance(op, CallOp)}
+    excess: dict[Operation, Expr] = {
+        op: cost.peak - sum(map(value_bytes, op.results), ZERO)
+        for op, cost in costs.items()
+        if not op_has_backward(op) and cost.peak != 0
+    }
+    kept: dict[Operation, Expr] = {op: cost.kept for op, cost in costs.items() if op_has_backward(op)}
+    sums = _CostAccumulator(memory=measure_glue(ops, _mean_sizes(graph), spread, excess, kept))
     for op in ops:
         if isinstance(op, CallOp):
-            _add_call(op, blocks[op.target.data], sums, op.target.data in recomputed)
+            _add_call(op, costs[op], blocks[op.target.data], sums, op.target.data in recomputed)
         elif isinstance(op, GlueOp):
             _add_glue(op, sums)
             _add_logits_bytes(op, sums, spread)
@@ -579,16 +586,6 @@ def _mean_sizes(graph: GraphOp) -> list[dict[str, int]]:
     return found
 
 
-def _excess_bytes(ops: Iterable[Operation], blocks: Mapping[str, BlockOp]) -> dict[Operation, Expr]:
-    """What calls without a backward hold for a time, in addition to their results."""
-    peaks = {
-        op: call_cost(op, blocks[op.target.data]).peak
-        for op in ops
-        if isinstance(op, CallOp) and not op_has_backward(op)
-    }
-    return {op: peak - sum(map(value_bytes, op.results), ZERO) for op, peak in peaks.items() if peak != 0}
-
-
 def _add_logits_bytes(op: GlueOp, sums: _CostAccumulator, spread: VocabSpread) -> None:
     """Add the bytes of tensors with a vocabulary dimension, which tensor parallelism divides by tokens."""
     if op not in spread.steps or op.base_name in VIEW_OP_NAMES:
@@ -598,8 +595,7 @@ def _add_logits_bytes(op: GlueOp, sums: _CostAccumulator, spread: VocabSpread) -
     sums.logits_moved[_sum_of_bytes([*written, *read])] += 1
 
 
-def _add_call(call: CallOp, block: BlockOp, sums: _CostAccumulator, recomputed: bool) -> None:
-    cost = call_cost(call, block)
+def _add_call(call: CallOp, cost: CallCost, block: BlockOp, sums: _CostAccumulator, recomputed: bool) -> None:
     sums.flops[size_expr.format_expr(cost.flops)] += 1
     measured = call.attributes.get("forward_ns")
     if isinstance(measured, StringAttr):

@@ -124,3 +124,15 @@ def test_a_kept_tensor_counts_once() -> None:
     )
     assert found.saved == "200*B*S + B"
     assert cost(product).saved == "B"  # constants are no activations
+
+
+def test_glue_in_front_of_layers_runs_while_they_keep_nothing() -> None:
+    """Two gradients of 200 bytes a position exist in front of a block that keeps 1,000, and behind it."""
+    block = (
+        '%g = sec.call "f" (%q) args "$0" outs [""] in @lm {flops = "B", saved = "1000*B*S", ops = 1} : '
+        + HALF
+    )
+    double = glue("q", "mul.Scalar", "%f", "$0, 2.0", HALF)
+    behind = glue("r", "mul.Scalar", "%g", "$0, 2.0", HALF)
+    assert cost(double, block).glue_transient == "-600*B*S"
+    assert cost(double, block, behind).glue_transient == "400*B*S"
