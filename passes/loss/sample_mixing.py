@@ -244,7 +244,7 @@ def _reduced_results(ctx: LossContext, op: CallOp) -> list[bool]:
 
 
 def _find_reducing_blocks(ctx: LossContext, op: CallOp) -> list[str]:
-    """The blocks with weights that are called beside `op` and reduce samples to a value, as it does."""
+    """Returns the blocks with weights that, like `op`, reduce samples to one value in the same case."""
     block = op.parent_block()
     calls = [other for other in block.ops if isinstance(other, CallOp)] if block is not None else []
     return list(

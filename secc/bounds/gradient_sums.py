@@ -178,8 +178,8 @@ def _least_ratio(times: Mapping[int, int], jobs: Mapping[int, int]) -> Fraction 
 
 
 def _most_weight(jobs: Mapping[int, int], sizes: Mapping[int, int], room: int) -> int | None:
-    """The most weight of jobs whose samples have at most `room` bytes together, rounded up; None if that is
-    not known."""
+    """Returns an upper bound of the summed weight of jobs that fit into `room` bytes together; None where
+    sizes are not known."""
     if not room or not all(sizes.values()):
         return None
     return max((-(-ns * room // sizes[p]) for p, ns in jobs.items()), default=None)

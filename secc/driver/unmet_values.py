@@ -62,7 +62,7 @@ class AskedNumber:
 
 @dataclass(frozen=True)
 class UnmetValue:
-    """Samples of which every second one has `value` for `key`, which the line `where` asks for."""
+    """Samples for a trial: every second one has `value` at `key`, with which the line `where` compares."""
 
     where: str
     key: str

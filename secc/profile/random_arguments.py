@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import sympy
 import torch
 
 from secc.cost.counting.example_arguments import OperandValues
+from secc.ir.analysis.run_glue import fill_arguments
 from secc.ir.dialect import size_expr
-from secc.ir.dialect.argument_template import DottedName, OperandRef
 from secc.ir.dialect.ops import CallOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.runtime.model.nested_batch import listed
@@ -28,21 +27,7 @@ def random_arguments(
         known[o].to(device) if o in known else _random_operand(tensor_type(o), sizes, device)
         for o in call.operands
     ]
-
-    def value(leaf: Any) -> Any:
-        match leaf:
-            case OperandRef(index=index):
-                return operands[index]
-            case DottedName(text="device"):
-                return device
-            case DottedName(text=text):
-                return getattr(torch, text.removeprefix("torch."))
-            case sympy.Expr():
-                return size_expr.evaluate_size(leaf, sizes)
-            case _:
-                return leaf
-
-    arguments = call.arguments.map_leaves(value)
+    arguments = fill_arguments(call, operands, sizes, device)
     return listed(arguments.args), listed(arguments.kwargs)
 
 

@@ -87,7 +87,7 @@ def closing_plans(draw: st.DrawFn) -> Plan:
         cost = Cost(f"{MS // 6}*({text})", f"{MS // 3}*({text})", saved="S")
         limit = draw(st.sampled_from([5, 12, 100]))
         sections = [with_dealt_samples(s, cost, limit) for s in sections]
-    if draw(st.booleans()):  # memory bounds micro-batches, some of which have no room to split
+    if draw(st.booleans()):  # the room limits micro-batches; in 15 bytes some cannot be split
         room = draw(st.sampled_from([15, 40, 200]))
         sections = [with_bytes(s, room) for s in sections]
     sharding = draw(st.sampled_from(["none", "zero1", "zero2"]))

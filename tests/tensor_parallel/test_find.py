@@ -300,7 +300,7 @@ def test_queries_keys_and_values_are_blamed_for_no_number_of_heads() -> None:
 
 
 class ThreeHeads(nn.Module):
-    """Attention of three heads, whose values are turned by a table for each entry of a head."""
+    """Attention of three heads. A table with an entry for each entry of a head rotates the values."""
 
     def __init__(self) -> None:
         super().__init__()

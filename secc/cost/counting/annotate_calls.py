@@ -33,9 +33,9 @@ from secc.cost.counting.meta_run import BlockCounts, ValuelessTensors, run_on_me
 from secc.cost.counting.polynomial_fit import GRIDS, SizeGrid, fit_mean_cost, fit_polynomials
 from secc.cost.model.default_estimate import ZERO, CallCost, default_call_cost
 from secc.cost.model.glue_memory import op_has_backward
+from secc.ir.analysis.run_glue import fill_arguments
 from secc.ir.analysis.sample_sizes import read_all_samples
 from secc.ir.dialect import size_expr
-from secc.ir.dialect.argument_template import DottedName, OperandRef
 from secc.ir.dialect.ops import BlockOp, CallOp, CaseOp, GraphOp, TieOp, graph_of, strings_of
 from secc.ir.dialect.python_attributes import int_attr
 from secc.ir.dialect.readable_names import OUT_OF_TURN_ATTRIBUTE
@@ -379,21 +379,7 @@ def meta_arguments(
     operands = [
         values[o] if o in values else _meta_operand(tensor_type(o), sizes, tensors) for o in call.operands
     ]
-
-    def value(leaf: Any) -> Any:
-        match leaf:
-            case OperandRef(index=index):
-                return operands[index]
-            case DottedName(text="device"):
-                return tensors.device
-            case DottedName(text=text):
-                return getattr(torch, text.removeprefix("torch."))
-            case sympy.Expr():
-                return size_expr.evaluate_size(leaf, sizes)
-            case _:
-                return leaf
-
-    arguments = call.arguments.map_leaves(value)
+    arguments = fill_arguments(call, operands, sizes, tensors.device)
     return listed(arguments.args), listed(arguments.kwargs)
 
 

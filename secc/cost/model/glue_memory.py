@@ -224,7 +224,8 @@ class _Walk:
     def _same_gradients(
         self, with_backward: Sequence[Operation], users: Mapping[SSAValue, Sequence[int]]
     ) -> dict[SSAValue, SSAValue]:
-        """For values with one user, whose result has the same gradient: the last result in a row of these."""
+        """Maps a value to a later one that has the same gradient tensor. That is so where the only user of
+        the value passes the gradient of its result on; in a chain of such users, the last result counts."""
         same = dict[SSAValue, SSAValue]()
         for op in reversed(with_backward):
             needs = self._needs.get(op)

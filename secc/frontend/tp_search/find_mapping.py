@@ -182,8 +182,8 @@ def _blame_heads(
     preferred: Iterable[str] | None,
     expert_cuts: Mapping[str, ExpertCut] | None,
 ) -> None:
-    """Gives layers whose outputs were cut at more places for it the reason that `tp` does not divide a number
-    of heads, if as many ranks as heads split them: three heads, or queries, keys and values side by side."""
+    """For layers that stay whole and that as many ranks as heads would split, records as the reason that
+    `tp` does not divide the number of heads."""
     whole = {p: hint for p, hint in search.hints.items() if p in search.unsplit_reasons and hint.size > 1}
     for heads in {hint.size for hint in whole.values()}:
         taken = _search_mapping(module, call, heads, preferred, expert_cuts)[0].column_parallel

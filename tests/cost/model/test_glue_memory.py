@@ -16,8 +16,8 @@ FIXED = WIDE.replace(", grad", "")
 SCALAR = "!sec.tensor<[], f32, grad>"
 
 
-def graph(*lines: str) -> GraphOp:
-    """A section whose head `%f` makes logits [B, S, 100] in bf16, and glue behind it."""
+def graph_behind_head(*lines: str) -> GraphOp:
+    """A section: its head `%f` makes logits [B, S, 100] in bf16, and the glue `lines` follow."""
     return graph_of(
         parse_module(
             'sec.graph "g" {\n'
@@ -36,17 +36,17 @@ def graph(*lines: str) -> GraphOp:
     )
 
 
-def glue(result: str, name: str, operands: str, args: str, type_: str) -> str:
+def glue_line(result: str, name: str, operands: str, args: str, type_: str) -> str:
     return f'%{result} = sec.glue "aten.{name}" ({operands}) args "{args}" in @lm : {type_}'
 
 
-TO_WIDE = glue("l", "_to_copy.default", "%f", "$0, dtype = torch.float32", WIDE)
-LOGARITHMS = glue("p", "_log_softmax.default", "%l", "$0, -1, False", WIDE)
-SUM = glue("s", "sum.default", "%p", "$0", SCALAR)
+TO_WIDE = glue_line("l", "_to_copy.default", "%f", "$0, dtype = torch.float32", WIDE)
+LOGARITHMS = glue_line("p", "_log_softmax.default", "%l", "$0, -1, False", WIDE)
+SUM = glue_line("s", "sum.default", "%p", "$0", SCALAR)
 
 
-def cost(*lines: str) -> SectionCost:
-    found = graph(*lines)
+def cost_behind_head(*lines: str) -> SectionCost:
+    found = graph_behind_head(*lines)
     return section_cost(found, found.sections[0])
 
 
@@ -54,17 +54,17 @@ def cost(*lines: str) -> SectionCost:
     ("line", "needs"),
     [
         (TO_WIDE, BackwardNeeds(largest=1)),
-        (glue("a", "add.Tensor", "%f, %w", "$0, $1", WIDE), BackwardNeeds(largest=1)),
-        (glue("a", "add.Tensor", "%f, %f", "$0, $1", HALF), BackwardNeeds(passed=(0, 1))),
-        (glue("a", "mul.Tensor", "%f, %w", "$0, $1", WIDE), BackwardNeeds(operands=(1,), largest=1)),
-        (glue("a", "mul.Tensor", "%f, %f", "$0, $1", HALF), BackwardNeeds(operands=(0, 1))),
-        (glue("a", "exp.default", "%f", "$0", HALF), BackwardNeeds(results=(0,))),
-        (glue("a", "log.default", "%f", "$0", HALF), BackwardNeeds(operands=(0,))),
-        (glue("a", "nonexistent.default", "%f", "$0", HALF), BackwardNeeds(results=(0,))),
+        (glue_line("a", "add.Tensor", "%f, %w", "$0, $1", WIDE), BackwardNeeds(largest=1)),
+        (glue_line("a", "add.Tensor", "%f, %f", "$0, $1", HALF), BackwardNeeds(passed=(0, 1))),
+        (glue_line("a", "mul.Tensor", "%f, %w", "$0, $1", WIDE), BackwardNeeds(operands=(1,), largest=1)),
+        (glue_line("a", "mul.Tensor", "%f, %f", "$0, $1", HALF), BackwardNeeds(operands=(0, 1))),
+        (glue_line("a", "exp.default", "%f", "$0", HALF), BackwardNeeds(results=(0,))),
+        (glue_line("a", "log.default", "%f", "$0", HALF), BackwardNeeds(operands=(0,))),
+        (glue_line("a", "nonexistent.default", "%f", "$0", HALF), BackwardNeeds(results=(0,))),
     ],
 )
 def test_what_the_backward_of_an_operation_keeps(line: str, needs: BackwardNeeds) -> None:
-    (op,) = (op for op in graph(line).walk() if isinstance(op, GlueOp))
+    (op,) = (op for op in graph_behind_head(line).walk() if isinstance(op, GlueOp))
     found = backward_needs(op, {"B": 2, "S": 5})
     assert (found.operands, found.results, found.inside) == (needs.operands, needs.results, needs.inside)
     assert (found.passed, found.largest) == (needs.passed, needs.largest)
@@ -78,7 +78,7 @@ def test_an_operation_made_of_others_keeps_what_is_inside() -> None:
         '  sec.section "lm" mode "train" when [] blocks []\n  sec.case "c" when [] {\n'
         '    %y = sec.input "y" : !sec.tensor<[n], i64>\n'
         f'    %w = sec.param "w" : {rows}\n'
-        f"    {glue('s', 'cross_entropy_loss.default', '%w, %y', '$0, $1', SCALAR)}\n"
+        f"    {glue_line('s', 'cross_entropy_loss.default', '%w, %y', '$0, $1', SCALAR)}\n"
         "    sec.return (%s)\n  }\n}\n"
     )
     (op,) = (op for op in graph_of(parse_module(text)).walk() if isinstance(op, GlueOp))
@@ -89,19 +89,19 @@ def test_an_operation_made_of_others_keeps_what_is_inside() -> None:
 
 def test_a_conversion_and_a_sum_keep_nothing() -> None:
     """Only the logarithms [B, S, 100] are kept, in float32, and not the logits in float32."""
-    found = cost(TO_WIDE, LOGARITHMS, SUM)
+    found = cost_behind_head(TO_WIDE, LOGARITHMS, SUM)
     assert found.saved == "400*B*S + B" and found.outside_saved == "400*B*S + B"
     assert found.recompute["full"].saved == "400*B*S + B"
 
 
 def test_gradients_exist_from_the_last_user_to_the_maker() -> None:
     """At most two of the gradients exist at once: of the logarithms and of the logits in float32."""
-    found = cost(TO_WIDE, LOGARITHMS, SUM)
+    found = cost_behind_head(TO_WIDE, LOGARITHMS, SUM)
     assert found.glue_transient == "800*B*S"
-    twice = cost(
+    twice = cost_behind_head(
         TO_WIDE,
         LOGARITHMS,
-        glue("q", "exp.default", "%l", "$0", WIDE),
+        glue_line("q", "exp.default", "%l", "$0", WIDE),
         SUM,
         "%t = " + SUM[5:].replace("%p", "%q"),
     )
@@ -111,19 +111,20 @@ def test_gradients_exist_from_the_last_user_to_the_maker() -> None:
 
 
 def test_the_gradient_of_a_sum_repeats_one_number() -> None:
-    product = glue("p", "mul.Tensor", "%l, %w", "$0, $1", WIDE)
-    *_, op = (op for op in graph(TO_WIDE, product, SUM).walk() if isinstance(op, GlueOp))
+    product = glue_line("p", "mul.Tensor", "%l, %w", "$0, $1", WIDE)
+    *_, op = (op for op in graph_behind_head(TO_WIDE, product, SUM).walk() if isinstance(op, GlueOp))
     assert backward_needs(op, {"B": 2, "S": 5}).thin == (0,)
 
 
 def test_a_kept_tensor_counts_once() -> None:
     """Two products keep the same factor."""
-    product = glue("a", "mul.Tensor", "%f, %w", "$0, $1", WIDE)
-    found = cost(
-        glue("e", "exp.default", "%f", "$0", HALF), glue("t", "mul.Tensor", "%e, %e", "$0, $1", HALF)
+    product = glue_line("a", "mul.Tensor", "%f, %w", "$0, $1", WIDE)
+    found = cost_behind_head(
+        glue_line("e", "exp.default", "%f", "$0", HALF),
+        glue_line("t", "mul.Tensor", "%e, %e", "$0, $1", HALF),
     )
     assert found.saved == "200*B*S + B"
-    assert cost(product).saved == "B"  # constants are no activations
+    assert cost_behind_head(product).saved == "B"  # constants are no activations
 
 
 def test_glue_in_front_of_layers_runs_while_they_keep_nothing() -> None:
@@ -132,7 +133,7 @@ def test_glue_in_front_of_layers_runs_while_they_keep_nothing() -> None:
         '%g = sec.call "f" (%q) args "$0" outs [""] in @lm {flops = "B", saved = "1000*B*S", ops = 1} : '
         + HALF
     )
-    double = glue("q", "mul.Scalar", "%f", "$0, 2.0", HALF)
-    behind = glue("r", "mul.Scalar", "%g", "$0, 2.0", HALF)
-    assert cost(double, block).glue_transient == "-600*B*S"
-    assert cost(double, block, behind).glue_transient == "400*B*S"
+    double = glue_line("q", "mul.Scalar", "%f", "$0, 2.0", HALF)
+    behind = glue_line("r", "mul.Scalar", "%g", "$0, 2.0", HALF)
+    assert cost_behind_head(double, block).glue_transient == "-600*B*S"
+    assert cost_behind_head(double, block, behind).glue_transient == "400*B*S"
