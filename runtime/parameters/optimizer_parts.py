@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from secc.runtime.model.source_lines import current_source_line
 from secc.runtime.parameters.elementwise_check import ELEMENTWISE_OPTIMIZERS
 from secc.runtime.parameters.hook_state import restored_hook_state
+from secc.runtime.parameters.outside_weights import WatchedTensors
 from secc.runtime.parameters.sharded_optimizer import ParameterSlice, shard_optimizer
 
 NamedParams = list[tuple[str, nn.Parameter]]
@@ -43,6 +45,37 @@ def why_not_sliced(build: BuildOptimizer, trained: Mapping[str, torch.Tensor]) -
     """Returns why ranks that hold a part of each trained parameter (any shapes) would not update it as one
     process does; None if they would, or if `build` cannot work on small parameters."""
     return _compare_parts(build, trained, _divide_entries)
+
+
+def why_whole_model(build: BuildOptimizer, trained: Mapping[str, torch.Tensor]) -> str | None:
+    """Returns why ranks must hold the whole model for a step: the optimizer, or a hook, takes parameters from
+    it that `build` was not given, as for a teacher that follows its student. None if it takes none, or if
+    `build` cannot work on small parameters."""
+    given, found = list[nn.Parameter](), list[str]()
+
+    def build_and_note(params: NamedParams) -> optim.Optimizer:
+        given.extend(p for _, p in params)
+        return build(params)
+
+    def note(tensor: torch.Tensor) -> None:
+        if isinstance(tensor, nn.Parameter) and all(tensor is not p for p in given):
+            found.append(current_source_line())
+
+    starts = {n: torch.ones([min(e, _FEW) for e in p.shape]) for n, p in trained.items()}
+    token = _IN_TRIAL.set(True)
+    try:
+        optimizer = build([(n, nn.Parameter(start)) for n, start in starts.items()])
+        if type(optimizer) not in ELEMENTWISE_OPTIMIZERS or has_hooks(optimizer):
+            with WatchedTensors(note):
+                whole = {n: (0, start.numel()) for n, start in starts.items()}
+                _step_on_part(build_and_note, starts, [starts] * len(_STEP_SCALES), whole)
+    except Exception:  # whatever the user's code does with parameters that are not the model's
+        pass
+    finally:
+        _IN_TRIAL.reset(token)
+    if not found:
+        return None
+    return f"the step of the optimizer uses parameters of the model that it was not given ({found[0]})"
 
 
 def is_trial_step() -> bool:

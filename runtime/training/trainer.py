@@ -54,6 +54,7 @@ from secc.runtime.parameters.gradient_reduction import GradientReducer, build_re
 from secc.runtime.parameters.host_copies import HostCopies
 from secc.runtime.parameters.mixed_precision import cast_model, compute_dtype
 from secc.runtime.parameters.offloaded_optimizer import OffloadedOptimizer, offloaded_parameter_names
+from secc.runtime.parameters.outside_weights import find_partial_weights
 from secc.runtime.parameters.parameter_gathers import ParameterGathers
 from secc.runtime.parameters.rank_weights import canonical_names, state_dict_owners
 from secc.runtime.parameters.sharded_optimizer import shard_optimizer
@@ -215,6 +216,18 @@ class Trainer:
         self._trained_names = {n for h in reductions if context.rank in h.ranks for n in h.names}
         self.optimizer = self._make_optimizer(params, {n for h in reductions for n in h.names})
         self.offload = self._offload_optimizer(offloaded_parameter_names(self.plan, context.rank, canonical))
+        copied = self.reducer.sharded_slices.keys() | self.reducer.masters.keys()
+        self._partial_weights = find_partial_weights(
+            self.plan,
+            context.rank,
+            model,
+            canonical,
+            {n: h.ranks for h in reductions for n in h.names},
+            in_parts=context.parameter_cuts.keys() | context.zero3.parameter_names,
+            copied={n for n, p in params.items() if p in copied},
+        )
+        if self.optimizer is not None:
+            self._partial_weights.watch_hooks(self.optimizer)
         self._initial_options = (
             checkpoint.describe_options(self.optimizer, self.reducer.optimized_slices)
             if self.optimizer is not None
@@ -589,7 +602,7 @@ class Trainer:
         self._report_samples()
         if self._callbacks.hears_steps:
             self.gathers.finish_all()
-        self._callbacks.on_step(result)
+        self._partial_weights.watch_callback("on_step", self._callbacks.on_step)(result)
         if self._evaluator is not None and self._is_evaluation_due():
             self.evaluate()
         if self._save_stage_ended:

@@ -126,13 +126,17 @@ class BodyPrinter:
         return self._sample_count_source(name)
 
     def _sample_count_source(self, name: str) -> str:
-        """The number of samples of a micro-batch where no input has that many rows: from one with a multiple
-        of it, such as both texts of each pair, or else from the section."""
+        """The number of samples of a micro-batch where no input has that many rows: from one whose rows are a
+        multiple of it and a number, such as both texts of each pair or the bounds of all, or else from the
+        section."""
+        symbol = size_expr.size_symbol(name)
         for key in (op for op in self.graph.body.block.ops if isinstance(op, KeyOp) and op.optional is None):
             for dim, size in enumerate(tensor_type(key.result).shape):
-                times = size / size_expr.size_symbol(name)
-                if times.is_Integer:
-                    return f"batch[{string_literal(key.key.data)}].shape[{dim}] // {times}"
+                more = size.subs(symbol, 0)
+                times = (size - more) / symbol
+                if more.is_Integer and times.is_Integer:
+                    rows = f"batch[{string_literal(key.key.data)}].shape[{dim}]"
+                    return f"({rows} - {more}) // {times}" if more else f"{rows} // {times}"
         return "self.sample_count()"
 
     def _bind_name(self, value: SSAValue, wish: str) -> str:

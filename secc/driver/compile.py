@@ -90,7 +90,7 @@ from secc.runtime.model.outlined_forward import StatementRange
 from secc.runtime.model.user_file import UserModel, load_model_file
 from secc.runtime.parameters.elementwise_check import CannotProbe, why_coupled, why_not_elementwise
 from secc.runtime.parameters.mixed_precision import cast_model, check_trainable_dtype, compute_dtype
-from secc.runtime.parameters.optimizer_parts import why_not_apart, why_not_sliced
+from secc.runtime.parameters.optimizer_parts import why_not_apart, why_not_sliced, why_whole_model
 from secc.runtime.parameters.rank_weights import describe_parameters, imported_file_copy
 from secc.runtime.plan import schema as plan_schema
 from secc.runtime.plan.schema import ModelRef, Plan
@@ -433,9 +433,10 @@ def optimizer_limits(user: UserModel, meta: nn.Module) -> dict[str, str]:
         reason = f"optimizer() fails on this machine: {error.message}"
         return {"unshardable": reason, "unprobed": reason}
     build, parameters = user.build_optimizer, dict(trained)
-    limits = {"unshardable": why_not_elementwise(optimizer) or why_not_sliced(build, parameters)}
+    beyond = why_whole_model(build, parameters)
+    limits = {"unshardable": beyond or why_not_elementwise(optimizer) or why_not_sliced(build, parameters)}
     try:
-        limits["coupled"] = why_coupled(optimizer) or why_not_apart(build, parameters)
+        limits["coupled"] = beyond or why_coupled(optimizer) or why_not_apart(build, parameters)
     except CannotProbe as error:
         limits["unprobed"] = str(error)
     return {name: reason for name, reason in limits.items() if reason}

@@ -219,6 +219,10 @@ def test_a_reference_sends_scores_of_all_positions_but_the_last() -> None:
     assert [e.extents for e in made.plan.edges] == [((1, "max(S - 1, 0)", "right"),)]
 
 
+def test_samples_are_counted_by_the_bounds_between_them() -> None:
+    check_exactness(compiled("document_bounds"), required=True)
+
+
 NAMES = ["listed", "boxes", "per_sample", "kept", "chunked_loss", "task_heads"]
 MORE_NAMES = [
     "weighted_tasks",
@@ -236,6 +240,7 @@ MORE_NAMES = [
     "routed_modalities",
     "shifted_reference",
     "passed_lists",
+    "document_bounds",
 ]
 
 

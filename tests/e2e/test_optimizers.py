@@ -74,3 +74,40 @@ def test_a_rank_with_some_of_the_parameters_refuses_a_coupled_optimizer(tmp_path
     arguments = ["--steps", "1", "--log-dir", str(tmp_path)]
     with pytest.raises(AssertionError, match="NormalizedDescent updates a parameter differently"):
         run_plan_ranks(tmp_path / "plan", 2, arguments, {"COUPLED": "1"})
+
+
+TEACHER = MODELS_FOLDER / "following_teacher.py"
+
+
+@pytest.mark.gloo
+def test_a_teacher_follows_its_student_where_all_ranks_hold_both(tmp_path: Path) -> None:
+    plan = compile_and_write(
+        TEACHER, tmp_path / "plan", cluster="local:2", global_batch=GLOBAL_BATCH, strategy="colocate"
+    ).plan
+    assert {(s.mesh.ranks, s.sharding) for s in plan.sections} == {((0, 1), "none")}
+    assert any("uses parameters of the model that it was not given" in n for n in plan.checks["notes"])
+    assert_same_training(TEACHER, tmp_path, 2, GLOBAL_BATCH)
+
+
+def test_sharded_states_are_refused_where_a_hook_reads_the_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"sharding=zero1 is impossible: the step of the optimizer uses"):
+        compile_and_write(
+            TEACHER,
+            tmp_path / "plan",
+            cluster="local:2",
+            global_batch=GLOBAL_BATCH,
+            set=("model.sharding=zero1",),
+        )
+
+
+@pytest.mark.gloo
+def test_a_hook_that_changes_weights_which_another_rank_holds_ends_the_run(tmp_path: Path) -> None:
+    """The teacher's rank has no optimizer, and so no hook."""
+    compile_and_write(
+        TEACHER, tmp_path / "plan", cluster="local:2", global_batch=GLOBAL_BATCH, strategy="apart"
+    )
+    arguments = ["--steps", "1", "--log-dir", str(tmp_path)]
+    with pytest.raises(
+        AssertionError, match=r"a hook of the optimizer uses teacher\.0\.weight.*does not hold"
+    ):
+        run_plan_ranks(tmp_path / "plan", 2, arguments)

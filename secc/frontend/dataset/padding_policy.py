@@ -56,6 +56,9 @@ _MAX_PAIRS = 1 << 26
 # padded a little in place of all, and few short samples far, up to this many entries or twice their width.
 _MAX_ENTRIES = 1 << 27
 
+# What a model or collate raises that refuses a batch of another width.
+_REFUSALS = (UserError, RuntimeError, ValueError, IndexError, AssertionError)
+
 
 class WidthsReason(Enum):
     """Why micro-batches have the widths that they have; the value is what the report says."""
@@ -170,7 +173,7 @@ def _probe_excerpt(
             wide = excerpt.run(batch.wide, randomness.draws_for(user, batch.samples, batch.widths))
         except NotEnoughMemory:
             raise
-        except (UserError, RuntimeError, ValueError, IndexError):
+        except _REFUSALS:
             return PaddingPolicy("global", WidthsReason.AFFECTED, _describe_excerpt(excerpt))
         if not compare_results(wide.outcome, own.outcome).is_exact:
             return PaddingPolicy("global", WidthsReason.AFFECTED, _describe_excerpt(excerpt))
@@ -351,7 +354,7 @@ def _is_padding_unseen(
                     return False
     except NotEnoughMemory:
         raise
-    except (UserError, RuntimeError, ValueError, IndexError):
+    except _REFUSALS:
         return False  # the model or collate refuses other widths
     return True
 
@@ -372,7 +375,7 @@ def _run_widened(
                 return result
         except NotEnoughMemory:
             raise
-        except (UserError, RuntimeError, ValueError, IndexError):
+        except _REFUSALS:
             pass  # in float32 it may work
     return _run_in(torch.float32, model, batch, make_draws)
 

@@ -118,6 +118,15 @@ def test_padding_that_rounding_to_16_bits_hides_is_seen(tmp_path: Path) -> None:
     assert found == PaddingPolicy("global", WidthsReason.AFFECTED)
 
 
+def test_a_forward_that_asserts_its_width_is_not_padded_to_others(tmp_path: Path) -> None:
+    path, check = tmp_path / "model.py", "assert len(input_ids[0]) % 4 == 0\n        SHAPES"
+    path.write_text(
+        MODEL.replace("EXTRA", "").replace("LEAST", "20").replace("SHAPES.append", f"{check}.append")
+    )
+    _, found = choose_widths(path)
+    assert found == PaddingPolicy("global", WidthsReason.AFFECTED)
+
+
 SMALL = """
 def small_model():
     return Model()

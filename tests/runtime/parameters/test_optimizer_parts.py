@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import nn, optim
 
-from secc.runtime.parameters.optimizer_parts import NamedParams, why_not_apart, why_not_sliced
+from secc.runtime.parameters.optimizer_parts import (
+    NamedParams,
+    why_not_apart,
+    why_not_sliced,
+    why_whole_model,
+)
 
 PARAMETERS = {
     "embed": nn.Parameter(torch.ones(5, 4)),
@@ -109,7 +114,7 @@ class Counter:
 
 def count_in_file() -> None:
     global STEPS
-    STEPS += 1
+    STEPS += 1  # pyright: ignore[reportConstantRedefinition]
     COUNTS["steps"] += 1
     COUNTS["norms"].append(1)
 
@@ -128,3 +133,34 @@ def test_what_hooks_remember_is_put_back(as_method: bool) -> None:
     assert (counter.steps, len(counter.seen), float(counter.mean["norm"])) == (0, 1, 0.0)
     assert torch.equal(counter.seen[0], torch.zeros(2)) and outer == [0]
     assert (STEPS, COUNTS) == (0, {"steps": 0, "norms": []})
+
+
+def follow(params: NamedParams) -> optim.Optimizer:
+    """A teacher that follows parameters which the hook finds elsewhere than in what it was given."""
+    optimizer = optim.SGD([p for _, p in params], lr=0.1)
+
+    def after(*_: Any) -> None:
+        PARAMETERS["embed"].data.mul_(0.5)
+
+    optimizer.register_step_post_hook(after)
+    return optimizer
+
+
+def average(params: NamedParams) -> optim.Optimizer:
+    """Averages of what was given, and sizes of what was not."""
+    optimizer = optim.SGD([p for _, p in params], lr=0.1)
+    averages = {p: p.detach().clone() for _, p in params}
+
+    def after(*_: Any) -> None:
+        for p, kept in averages.items():
+            kept.lerp_(p, 1 / PARAMETERS["embed"].shape[0])
+
+    optimizer.register_step_post_hook(after)
+    return optimizer
+
+
+def test_hooks_that_use_other_parameters_than_given_are_found() -> None:
+    found = why_whole_model(follow, PARAMETERS)
+    assert found is not None and "test_optimizer_parts.py:" in found
+    assert why_whole_model(average, PARAMETERS) is None
+    assert why_whole_model(with_hook(clip_all), PARAMETERS) is None

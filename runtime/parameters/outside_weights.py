@@ -1,0 +1,139 @@
+"""Watches code of the user's that runs between steps (hooks of the optimizer, `on_step`) for weights that it
+takes from the model, not from what optimizer() was given: a teacher that follows its student's weights.
+
+In one process these are the same tensors. A rank may have none of them, a part, a copy in 16 bits, or one
+that other ranks have, too, which run no such code: what is written there would be lost, or would differ from
+rank to rank. Such a use ends the run. Where all ranks train and hold the whole weights, nothing is watched.
+`on_step` runs on all ranks, after the weights have been exchanged, so it may use what a rank holds whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from secc.runtime.errors import UserError
+from secc.runtime.model.source_lines import current_source_line
+from secc.runtime.plan.schema import Plan
+
+# What code may ask of a tensor whose entries it does not use.
+_DESCRIPTIONS = {
+    *(
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_meta",
+        "is_leaf",
+        "names",
+        "__class__",
+    ),
+    *("size", "numel", "nelement", "dim", "stride", "element_size", "is_floating_point", "is_complex"),
+}
+Hook = Callable[..., Any]
+
+
+class WatchedTensors(TorchFunctionMode):
+    """Calls `note` with each tensor whose entries an operation uses."""
+
+    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation, after its tensors have been noted."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        name = func.__self__.__name__ if name == "__get__" else name  # an attribute
+        if name not in _DESCRIPTIONS:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, torch.Tensor):
+                    self._note(value)
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class PartialWeights:
+    """The weights and buffers of a rank's model that code between steps may not use, by name, each with the
+    reason. missing: not held, or in parts only. unshared: what hooks of the optimizer write to it is lost."""
+
+    rank: int
+    missing: Mapping[str, str]
+    unshared: Mapping[str, str]
+    tensors: Mapping[str, torch.Tensor]
+
+    def watch_hooks(self, optimizer: optim.Optimizer) -> None:
+        """Lets the hooks of an optimizer's steps raise UserError where they use such a weight, unless it is
+        one that the optimizer itself updates (a part that tp makes)."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        reasons = {**self.unshared, **self.missing}
+        others = {n: why for n, why in reasons.items() if id(self.tensors.get(n)) not in own}
+        for table in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+            for key, hook in table.items():
+                table[key] = self._watch("a hook of the optimizer", hook, others)
+
+    def watch_callback(self, name: str, function: Hook) -> Hook:
+        """Returns a function that raises UserError where it uses a weight that this rank does not hold
+        whole."""
+        return self._watch(name, function, self.missing)
+
+    def _watch(self, what: str, function: Hook, reasons: Mapping[str, str]) -> Hook:
+        if not reasons:
+            return function
+        found = {id(t): (n, reasons[n]) for n, t in self.tensors.items() if n in reasons}
+
+        def refuse(tensor: torch.Tensor) -> None:
+            name, reason = found.get(id(tensor), ("", ""))
+            if name:
+                raise UserError(
+                    f"{what} uses {name}, which it takes from the model: rank {self.rank} {reason}",
+                    current_source_line(),
+                    "use the parameters that optimizer() gets; or compile with --strategy colocate and"
+                    " without --dtype, tp, pp and sharding: then every rank trains and holds all weights",
+                )
+
+        @wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with WatchedTensors(refuse):
+                return function(*args, **kwargs)
+
+        return watched
+
+
+def find_partial_weights(
+    plan: Plan,
+    rank: int,
+    model: nn.Module,
+    canonical: Mapping[str, str],
+    trained: Mapping[str, Collection[int]],
+    in_parts: Collection[str],
+    copied: Collection[str],
+) -> PartialWeights:
+    """Returns what code between steps may not use on a rank. canonical: one name for each parameter. trained:
+    the ranks that train each trained parameter. in_parts: parameters of which this rank has a part; copied:
+    those of which its optimizer has a part or a copy."""
+    optimizing = {r for ranks in trained.values() for r in ranks}
+    holders: dict[str, set[int]] = {}
+    for section in plan.sections:
+        for name in {canonical.get(n, n) for n in section.params}:
+            holders.setdefault(name, set()).update(section.mesh.ranks)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    missing, unshared = dict[str, str](), dict[str, str]()
+    for name, tensor in tensors.items():
+        others = sorted(holders.get(name, {rank}) - optimizing)
+        if tensor.is_meta or name in in_parts:
+            missing[name] = "does not hold it" if tensor.is_meta else "has a part of it"
+        elif name in copied:
+            unshared[name] = "updates a part or a copy of it, and writes it back after the hooks"
+        elif name not in trained and others:
+            unshared[name] = f"is not alone: rank {others[0]} holds it, too, and has no optimizer"
+    return PartialWeights(rank, missing, unshared, tensors)
