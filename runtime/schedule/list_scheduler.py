@@ -9,11 +9,11 @@ Two more rules serve pipelines. A line of tasks *follows* another line: the firs
 start makes its follower the most urgent one of the following line, and so on, so that both run in one order.
 And an *in-flight limit* bounds how many tasks, and how many bytes, a rank holds between the start of an
 acquiring task and the end of a releasing one (forward and backward of a micro-batch). A single task may
-exceed the bytes. A task without a free place is deferred unless nothing else can run: the limit is a wish
-that cannot stop a step. An *adding* task between the two (the first part of a split backward) holds further
-bytes until the releasing one ends. Where it finds no room, a ready releasing task starts in its place. So
-that it finds room in the end, a task acquires bytes only if each task in flight could still add its own when
-all that started before it have been released.
+exceed the bytes. A task without a free place is deferred until nothing runs on the ranks that depend on each
+other with its own: the limit is a wish that cannot stop a step. An *adding* task between the two (the first
+part of a split backward) holds further bytes until the releasing one ends. Where it finds no room, a ready
+releasing task starts in its place. So that it finds room in the end, a task acquires bytes only if each task
+in flight could still add its own when all that started before it have been released.
 
 *Simultaneous* tasks start together, one on each of several ranks, and take as long as the longest of them. A
 rank that comes to one of them while another of these ranks is busy reserves them all; likewise for the
@@ -24,8 +24,9 @@ waits forever: when no task runs, all ranks are free.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -301,12 +302,12 @@ class _ListScheduler:
                     starts.append(time)
                     heappush(running, (time + duration[task] << bits) + task)
 
-            # 2. If nothing runs, either all is done or every remaining task is deferred.
-            if not running:
-                if (rank := self.force_start()) < 0:
-                    break
-                ranks_to_visit = [rank]
+            # 2. Where nothing runs, either all is done or every remaining task is deferred.
+            if self.deferred and (forced := self.force_starts(ranks_to_visit)):
+                ranks_to_visit = forced
                 continue
+            if not running:
+                break
 
             # 3. Advance to the next end, and end all tasks that end then.
             time, last_rank = running[0] >> bits, rank_of[running[0] & mask]
@@ -510,18 +511,61 @@ class _ListScheduler:
             heappop(deferred)  # it started together with a task of another rank
         return self.by_priority[deferred[0]] if deferred else -1
 
-    def force_start(self) -> int:
-        """Makes the most urgent deferred task ready although it exceeds its limit, because nothing runs.
+    def force_starts(self, visited: Sequence[int]) -> list[int]:
+        """Makes the most urgent deferred task of each group of ranks ready although it exceeds its limit, if
+        nothing runs on them: nothing else can make room then. Only groups with a rank in `visited` count.
 
-        Returns its rank, or -1 if no task is deferred.
+        Returns the ranks of these tasks.
         """
-        slots = [slot for slot, deferred in self.deferred.items() if deferred]
-        if not slots:
-            return -1
-        slot = min(slots, key=lambda s: self.deferred[s][0])
+        forced = list[int]()
+        group_of_rank, groups = self.rank_groups
+        for group in map(groups.__getitem__, dict.fromkeys(map(group_of_rank.__getitem__, visited))):
+            if all(map(self.is_free.__getitem__, group)):
+                slots = [slot for slot in self.slots_of(group) if self.next_deferred(slot) >= 0]
+                if slots:
+                    forced.append(self.force_start(min(slots, key=lambda s: self.deferred[s][0])))
+        return forced
+
+    def slots_of(self, group: Sequence[int]) -> Iterable[int]:
+        """Returns the slots of some ranks that have had deferred tasks."""
+        if len(group) == self.graph.rank_count:
+            return list(self.deferred)
+        limits = range(0, len(self.free_count), self.graph.rank_count)
+        return [slot for rank in group for limit in limits if (slot := limit + rank) in self.deferred]
+
+    def force_start(self, slot: int) -> int:
+        """Makes the most urgent deferred task of a slot ready; returns its rank."""
         task = self.by_priority[heappop(self.deferred[slot])]
         self.forced.add(task)
         self.free_count[slot] = max(1, self.free_count[slot])
         rank = slot % self.graph.rank_count
         heappush(self.ready[rank], self.priority[task])
         return rank
+
+    @cached_property
+    def rank_groups(self) -> tuple[list[int], dict[int, tuple[int, ...]]]:
+        """(group of each rank, ranks of each group): ranks are in one group if tasks on them depend on each
+        other, directly or through others."""
+        graph, parent, left = self.graph, list(range(self.graph.rank_count)), self.graph.rank_count
+
+        def root(rank: int) -> int:
+            while parent[rank] != rank:
+                parent[rank] = rank = parent[parent[rank]]
+            return rank
+
+        rank_of, pairs = graph.rank_of, set[tuple[int, int]]()
+        for task, then in enumerate(graph.successors):
+            pairs.update((rank_of[task], rank_of[t]) for t in then)
+        for task, together in graph.simultaneous.items():
+            pairs.update((rank_of[task], rank_of[t]) for t in together)
+        for task in range(len(graph.further_ranks)):
+            pairs.update((rank_of[task], r) for r in graph.extra_ranks_of(task))
+        for a, b in sorted(pairs):
+            if (first := root(a)) != (second := root(b)):
+                parent[second], left = first, left - 1
+                if left == 1:
+                    break
+        members = defaultdict[int, list[int]](list)
+        for rank in range(graph.rank_count):
+            members[root(rank)].append(rank)
+        return [root(r) for r in range(graph.rank_count)], {first: tuple(m) for first, m in members.items()}

@@ -33,6 +33,7 @@ from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.plan.step_program import (
     MicroBatch,
     SampleMeta,
+    owes_backward,
     replica_first_ranks,
     replicas_in_lockstep,
     returns_gradient,
@@ -120,6 +121,15 @@ class ReplicaAssignment:
 
     samples_by_replica: dict[str, list[list[int]]]
     critical_micro_batches: list[list[SamplePositions]]
+
+
+@dataclass(frozen=True)
+class EnclosingReplicas:
+    """Replicas of wider sections on the same ranks: `group` numbers these sections, and `inside` has, for
+    each of their replicas, the replicas that have all ranks in it."""
+
+    group: int
+    inside: Sequence[Sequence[int]]
 
 
 class MicroBatchComposer:
@@ -308,17 +318,36 @@ class MicroBatchComposer:
         load: dict[int, int] = defaultdict(int)
         samples_by_replica: dict[str, list[list[int]]] = {}
         critical: list[list[SamplePositions]] = []
-        # The groups with most work per rank come first: the others then fill what these leave free.
-        groups = sorted(
-            map(self._weigh_sections, self.graph.co_scheduled_sections()),
-            key=lambda x: (-sum(x[0][x[1]]) // len(x[1]), x[1]),
+        # Replicas that enclose others come first, then those with most work per rank: the others then fill
+        # what these leave free.
+        weighed = [*map(self._weigh_sections, self.graph.co_scheduled_sections())]
+        enclosing = _find_enclosing([sections for _, _, sections in weighed])
+        order = sorted(
+            range(len(weighed)),
+            key=lambda g: (
+                enclosing[g] is not None,
+                -sum(weighed[g][0][weighed[g][1]]) // len(weighed[g][1]),
+                weighed[g][1],
+            ),
         )
-        for weights, ranks, sections in groups:
+        owners = dict[int, IntColumn]()
+        for g in order:
+            weights, ranks, sections = weighed[g]
             _equalize_replica_load(load, sections)
-            if self.critical_section in sections and _packs_micro_batches(self.critical_section):
-                critical, owner = self._assign_critical_micro_batches(ranks, weights[ranks], load)
+            if found := enclosing[g]:
+                owner = self._assign_inside(found, owners[found.group], ranks, sections, weights[ranks], load)
             else:
-                owner = self._assign_samples(ranks, sections, weights[ranks], load)
+                inner = [weighed[k] for k, other in enumerate(enclosing) if other and other.group == g]
+                added = self._sum_columns(self._rank_shares(sections, *inside) for inside in inner)
+                wanted = list(map(int.__add__, weights[ranks], added))
+                if self.critical_section in sections and _packs_micro_batches(self.critical_section):
+                    critical, owner = self._assign_critical_micro_batches(ranks, wanted, load)
+                else:
+                    together = [*sections, *(s for _, _, inside in inner for s in inside)]
+                    owner = self._assign_samples(ranks, together, wanted, load)
+                for p, more in enumerate(added if inner else ()):
+                    load[ranks[owner[p]]] -= more
+            owners[g] = owner
             for other_ranks, column in weights.items():
                 for p, weight in enumerate(column) if other_ranks != ranks else ():
                     load[other_ranks[owner[p]]] += weight
@@ -339,6 +368,36 @@ class MicroBatchComposer:
         if self.critical_section.whole_batch:
             critical = [[tuple(sorted(samples))] if samples else [] for samples in by_replica]
         return ReplicaAssignment(samples_by_replica, critical or [[(p,) for p in ps] for ps in by_replica])
+
+    def _rank_shares(
+        self,
+        sections: Sequence[Section],
+        weights: dict[Ranks, IntColumn],
+        ranks: Ranks,
+        inside: Sequence[Section],
+    ) -> IntColumn:
+        """Returns the time of each sample in the sections `inside`, if their work is spread over all ranks of
+        a replica of `sections`."""
+        most, own = (len(_ranks_of_replicas(each)[0]) for each in (sections, inside))
+        return [ns * own // most for ns in weights[ranks]]
+
+    def _assign_inside(
+        self,
+        enclosing: EnclosingReplicas,
+        outer_owner: IntColumn,
+        ranks: Ranks,
+        sections: Sequence[Section],
+        weights: IntColumn,
+        load: dict[int, int],
+    ) -> IntColumn:
+        """Returns the replica of each sample: the least loaded one inside the replica that has the sample in
+        the enclosing sections."""
+        owner = [0] * self.sample_count
+        for p in self._order_of_assignment(sections, weights):
+            inside = enclosing.inside[outer_owner[p]]
+            owner[p] = min(inside, key=lambda r: (load[ranks[r]], r))
+            load[ranks[owner[p]]] += weights[p]
+        return owner
 
     def _weigh_sections(self, sections: list[Section]) -> tuple[dict[Ranks, IntColumn], Ranks, list[Section]]:
         """Returns each sample's work by the ranks that do it, the ranks with most work, and the sections."""
@@ -760,6 +819,46 @@ def _add_empty_micro_batches(cut: AssignedMicroBatches, replicas: int, together:
 def _without_places(stages: Sequence[Section]) -> list[Section]:
     """Returns the stages of a pipeline without the ranks that they are on."""
     return [replace(s, mesh=replace(s.mesh, ranks=())) for s in stages]
+
+
+def _find_enclosing(groups: Sequence[Sequence[Section]]) -> list[EnclosingReplicas | None]:
+    """Returns, for each group of sections with the same replicas, the one with the widest replicas that
+    enclose its own; None where none does, where nothing is held for a backward, and where replicas wait for
+    each other in rounds or take all samples at once."""
+    replicas = [_ranks_of_replicas(sections) for sections in groups]
+    free = [
+        g
+        for g, sections in enumerate(groups)
+        if any(map(owes_backward, sections))
+        and not any(runs_in_lockstep(s) or s.whole_batch for s in sections)
+    ]
+    free.sort(key=lambda g: (-len(replicas[g][0]), g))
+    found: list[EnclosingReplicas | None] = [None] * len(groups)
+    for i, own in enumerate(free):
+        for group in free[:i]:
+            if inside := _replicas_inside(replicas[group], replicas[own]):
+                found[own] = EnclosingReplicas(group, inside)
+                break
+    return found
+
+
+def _replicas_inside(outer: Sequence[set[int]], inner: Sequence[set[int]]) -> list[list[int]]:
+    """Returns for each replica of `outer` (sets of ranks) those of `inner` that have all ranks in it; an
+    empty list if some replica of `inner` is in none, or one of `outer` has none."""
+    replica_of = {rank: r for r, ranks in enumerate(outer) for rank in ranks}
+    inside: list[list[int]] = [[] for _ in outer]
+    for r, ranks in enumerate(inner):
+        places = {replica_of.get(rank, -1) for rank in ranks}
+        if len(places) > 1 or -1 in places:
+            return []
+        inside[places.pop()].append(r)
+    return inside if all(inside) else []
+
+
+def _ranks_of_replicas(sections: Iterable[Section]) -> list[set[int]]:
+    """Returns the ranks of each replica of co-scheduled sections."""
+    by_section = [ranks_by_replica(s) for s in sections]
+    return [set[int]().union(*replica) for replica in zip(*by_section, strict=True)]
 
 
 def _packs_micro_batches(section: Section) -> bool:

@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secc.bounds.bounds import schedule_bound
+from secc.runtime.plan.replica_routes import ranks_by_replica
 from secc.runtime.plan.step_program import Instruction, SampleMeta, gather_rounds, print_schedule
 from secc.runtime.schedule.list_scheduler import TaskGraph, simulate_tasks, simulate_within
 from secc.runtime.schedule.scheduler import ScheduleCache, schedule_batch, schedule_with_makespan
 from secc.runtime.validation.full_check import check_schedule
 from tests.runtime.schedule.plan_strategies import (
+    limit_bytes,
     make_edge,
     make_plan,
     make_sample,
@@ -295,6 +297,44 @@ def test_sections_on_the_same_ranks_with_other_tp_do_not_block_each_other(encode
         mixed_samples(32 * 8 // language, 0.33, seed=5),
     )
     assert schedule_with_makespan(p, samples)[1] <= 1.08 * schedule_bound(p, samples).ns
+
+
+@pytest.mark.parametrize(("encoder", "language"), [(1, 2), (1, 4), (2, 4)])
+def test_replicas_inside_wider_ones_keep_to_their_memory_without_waiting_for_other_replicas(
+    encoder: int, language: int
+) -> None:
+    """An encoder holds two samples or a few more, and a micro-batch of the language model has four."""
+    vision = limit_bytes(
+        make_section(
+            "vision", range(16), tp=encoder, when=IMAGE, forward="100*I", backward="200*I", micro_batch=2
+        ),
+        8,
+        saved="I",
+    )
+    vision = dataclasses.replace(vision, in_flight=64)
+    lm = make_section("lm", range(16), tp=language, micro_batch=4, forward="B*S", backward="2*B*S")
+    p = make_plan([vision, lm], [make_edge("vision", "lm")], 16)
+    samples = mixed_samples(16 * 16 // language, 0.6, seed=3)
+    step, makespan = schedule_with_makespan(p, samples)
+    replicas = {s.name: ranks_by_replica(s) for s in (vision, lm)}
+    ranks_of = {
+        (name, p): set(replicas[name][m.replica])
+        for name, micro_batches in step.micro_batches.items()
+        for m in micro_batches
+        for p in m.samples
+    }
+    for (_, position), ranks in ranks_of.items():
+        assert ranks <= ranks_of["lm", position]
+    assert makespan <= 1.02 * schedule_bound(p, samples).ns
+
+
+def test_a_rank_exceeds_its_limit_as_soon_as_nothing_it_depends_on_runs() -> None:
+    """On ranks 0 and 1 the last task needs both others, and one of them may be in flight. Rank 2 has nothing
+    to do with them."""
+    graph = TaskGraph(4, [0, 0, 1, 2], [10, 10, 10, 1000], [0, 1, 2, 3], [[2], [2], [], []], [0, 0, 2, 0])
+    graph.limit_in_flight(1, range(2), range(2, 3))
+    assert simulate_tasks(graph).starts == [0, 0, 10, 20]
+    assert simulate_tasks(graph).order == [0, 3, 1, 2]
 
 
 def test_plans_that_cannot_be_scheduled_are_rejected():
