@@ -52,7 +52,7 @@ from secc.alloc.refine.interleaved_stages import (
 from secc.alloc.refine.larger_micro_batches import EnlargedPlan, enlarge_micro_batches
 from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
 from secc.alloc.refine.sample_limits import raise_sample_limits
-from secc.alloc.refine.schedule_evaluation import KnownEvaluations, PlanEvaluator
+from secc.alloc.refine.schedule_evaluation import KnownEvaluations, PlanEvaluator, SearchBatches
 from secc.alloc.refine.start_plans import MAX_START_RATIO
 from secc.alloc.solver.allocation_solver import solve_allocation, solve_least_memory
 from secc.cluster import GIB, Cluster, parse_cluster
@@ -88,7 +88,7 @@ MULTI_RANK_MARGIN = (
 class SolvedAllocation:
     """An allocation problem with the solver's answer. `run_ahead`: bytes that a rank keeps for the next step,
     None if not given. `most_ns`: candidates that take longer are left out, None if all are there. `known`:
-    what is known of plans by simulation, for all problems of the same work."""
+    what is known of plans by simulation, for all problems of the same work, on the batches `shared`."""
 
     work: Workload
     problem: Problem
@@ -97,10 +97,11 @@ class SolvedAllocation:
     run_ahead: int | None
     most_ns: int | None = None
     known: KnownEvaluations = field(default_factory=KnownEvaluations, compare=False, repr=False)
+    shared: SearchBatches = field(default_factory=SearchBatches, compare=False, repr=False)
 
     def make_evaluator(self) -> PlanEvaluator:
         """Returns the evaluator of this problem's plans."""
-        return PlanEvaluator(self.work, self.problem, self.run_ahead, self.known)
+        return PlanEvaluator(self.work, self.problem, self.run_ahead, self.known, self.shared)
 
     def take_solution(self) -> RefinedPlan:
         """Returns the solver's plan, with an estimate of its simulated step."""
@@ -252,7 +253,7 @@ class Allocate(ModulePass):
         if solved.problem.deadline is not None:
             return 0.0
         work, ranks = solved.work, solved.problem.ranks
-        batches = PlanEvaluator(work, solved.problem).batches
+        batches = solved.make_evaluator().batches
         if work.cluster.device.backend != "cpu":
             work = work.with_offloads((*work.offloads, "activations"))
         return bound_every_plan(work, solved.pins, ranks, batches) / 10**9

@@ -121,6 +121,7 @@ class PlacementCost:
 
 Placement = Mapping[str, tuple[int, ...]]  # the ranks of each group, ordered (dp, pp, tp)
 UnitOrder = tuple[str, ...]  # the group of each unit, in the order of slots
+BytesByWay = dict[bool, list[int]]  # between nodes (True) and inside of them: bytes of each rank
 
 
 def search_placement(problem: PlacementProblem) -> tuple[Placement, PlacementCost]:
@@ -276,10 +277,8 @@ def placement_cost(problem: PlacementProblem, placed: Placement) -> PlacementCos
     sums = dict.fromkeys(placed, 0)
     for s in problem.sums:
         sums[s.group] += _gradient_sum_ns(problem.cluster, placed[s.group], s)
-    slowest = max(sums[name] + max(ways.busiest_link_ns(r) for r in ranks) for name, ranks in placed.items())
-    return PlacementCost(
-        slowest, sum(ways.outgoing[True].values()), sum(ways.outgoing[False].values()), max(sums.values())
-    )
+    slowest = max(sums[name] + ways.busiest_link_ns(ranks) for name, ranks in placed.items())
+    return PlacementCost(slowest, sum(ways.outgoing[True]), sum(ways.outgoing[False]), max(sums.values()))
 
 
 def _gradient_sum_ns(cluster: Cluster, ranks: Sequence[int], s: GradientSum) -> int:
@@ -304,8 +303,9 @@ class _LinkTraffic:
 
     def __init__(self, cluster: Cluster, placed: Placement) -> None:
         self.cluster, self.placed = cluster, placed
-        self.outgoing: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
-        self.incoming: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+        ranks = 1 + max(max(of_group) for of_group in placed.values())
+        self.outgoing: BytesByWay = {True: [0] * ranks, False: [0] * ranks}
+        self.incoming: BytesByWay = {True: [0] * ranks, False: [0] * ranks}
         self.ranks_per_node = {
             name: Counter(self._node_of(r) for r in ranks) for name, ranks in placed.items()
         }
@@ -319,7 +319,7 @@ class _LinkTraffic:
             self._spread_bytes(src, dst, size, self.outgoing)
             self._spread_bytes(dst, src, size, self.incoming)
 
-    def _spread_bytes(self, here: str, there: str, size: int, ways: dict[bool, Counter[int]]) -> None:
+    def _spread_bytes(self, here: str, there: str, size: int, ways: BytesByWay) -> None:
         """Adds to each rank of `here` its share of the bytes; those to or from its own node stay inside."""
         ranks, rank_count_there, per_node = self.placed[here], len(self.placed[there]), self.cluster.per_node
         each = size // len(ranks)
@@ -359,10 +359,10 @@ class _LinkTraffic:
         self.outgoing[crosses][src] += size
         self.incoming[crosses][dst] += size
 
-    def busiest_link_ns(self, rank: int) -> int:
-        """Time of a rank's busier direction for its bytes."""
+    def busiest_link_ns(self, ranks: Sequence[int]) -> int:
+        """Time of the busier direction, for its bytes, of the busiest of some ranks."""
         between, inside = self.cluster.between.bytes_per_s, self.cluster.inside.bytes_per_s
-        return max(
-            10**9 * way[True][rank] // between + 10**9 * way[False][rank] // inside
-            for way in (self.outgoing, self.incoming)
-        )
+        sizes = {  # equal for most ranks of a group
+            (way[True][rank], way[False][rank]) for way in (self.outgoing, self.incoming) for rank in ranks
+        }
+        return max(10**9 * b // between + 10**9 * i // inside for b, i in sizes)

@@ -230,8 +230,7 @@ def _fitting_candidates(
             )
             return candidate_pruning.prune_dominated(of_this_shape, capacity, by_micro_batch)
 
-        def price_shape_as_dealt(item: tuple[str, ReplicaShape]) -> tuple[Candidate, ...]:
-            name, shape = item
+        def price_as_dealt(name: str, shape: ReplicaShape) -> tuple[Candidate, ...]:
             found = work.cached_candidates[asked, most, name, shape]
             if shape.cp == 1 or not _deals(pins, name, most_dealt):
                 return found
@@ -249,11 +248,8 @@ def _fitting_candidates(
             ((asked, most, *item), found) for item, found in zip(new, map_shapes(of_shape, new), strict=True)
         )
         by_section = {name: list[Candidate]() for name in names}
-        deals = any(_deals(pins, name, most_dealt) for name in names)
-        for (name, _), candidates in zip(
-            items, (map_shapes if deals else map)(price_shape_as_dealt, items), strict=True
-        ):
-            by_section[name] += candidates
+        for name, shape in items:  # here: forked processes would each evaluate what shapes have in common
+            by_section[name] += price_as_dealt(name, shape)
         return by_section
 
     fitting = price_shapes([*loads], capacity)

@@ -9,7 +9,7 @@ longest one are left out, as order and waits are of other closed forms.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from secc.alloc.problem.candidate_memory import candidate_memory
 from secc.alloc.problem.candidates import price_candidate
@@ -35,7 +35,6 @@ class DealtPrices:
 
     work: Workload
     load: SectionLoad
-    _evaluated: dict[tuple[str, int], list[int]] = field(default_factory=dict[tuple[str, int], list[int]])
 
     def __post_init__(self) -> None:
         rows = {name for name, op in self.work.graph.symbols.items() if op.kind.data == "rows"}
@@ -90,8 +89,9 @@ class DealtPrices:
         ]
 
     def _evaluate(self, text: str, together: int) -> list[int]:
-        if (text, together) not in self._evaluated:
-            self._evaluated[text, together] = [
+        known, key = self.work.cached_dealt_values, (self.load.name, text, together)
+        if key not in known:
+            known[key] = [
                 value
                 for columns in self._columns
                 for value in evaluate_expr_columns(
@@ -100,7 +100,7 @@ class DealtPrices:
                     len(next(iter(columns.values()))),
                 )
             ]
-        return self._evaluated[text, together]
+        return known[key]
 
 
 def _spaced_samples(columns: Columns, time_ns: str) -> Columns:

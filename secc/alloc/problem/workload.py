@@ -46,6 +46,18 @@ from secc.runtime.plan.expr_eval import evaluate_expr
 RankLoadKey = tuple[str, ReplicaShape, str, RankShare | None]
 
 
+# What a workload memoises that does not depend on what may be in host memory.
+_SHARED_BY_COPIES = (
+    "cached_active_samples",
+    "cached_whole_batches",
+    "cached_layers",
+    "cached_rank_loads",
+    "cached_sequences",
+    "cached_sizes",
+    "cached_dealt_values",
+)
+
+
 @dataclass(frozen=True)
 class Workload:
     """Everything that candidates are made from. `unshardable` is the reason why the user's optimizer cannot
@@ -90,7 +102,10 @@ class Workload:
         compare=False,
         default_factory=dict[tuple[frozenset[str], int], dict[str, int]],
     )
-
+    # by section, expression and number of equal samples together: of each sample that dealt prices look at
+    cached_dealt_values: dict[tuple[str, str, int], list[int]] = field(
+        init=False, repr=False, compare=False, default_factory=dict[tuple[str, str, int], list[int]]
+    )
     cached_candidates: dict[object, tuple[Candidate, ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict[object, tuple[Candidate, ...]]
     )
@@ -157,9 +172,11 @@ class Workload:
     def with_offloads(self, offloads: tuple[str, ...] = PIN_WORDS["offload"]) -> Workload:
         """Copy of the workload in which sections may keep this in host memory."""
         kinds = tuple(replace(work, offloads=offloads) for work in self.by_kind)
-        return replace(
+        copy = replace(
             self, offloads=offloads, by_kind=kinds, without_offloads=None if self.offloads else self
         )
+        vars(copy).update({name: getattr(self, name) for name in _SHARED_BY_COPIES})
+        return copy
 
     def rank_load(
         self, load: SectionLoad, shape: ReplicaShape, attention: str = "", stage: int | None = None

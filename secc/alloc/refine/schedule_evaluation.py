@@ -52,7 +52,6 @@ from secc.runtime.host.gc_control import pause_gc
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.parameters.reduction_times import TimedReduction, run_reductions
 from secc.runtime.plan.expr_eval import evaluate_expr
-from secc.runtime.plan.predicted_costs import PredictedCosts
 from secc.runtime.plan.replica_routes import ranks_by_replica
 from secc.runtime.plan.schema import (
     Cost,
@@ -133,6 +132,15 @@ EvaluatedPlan = tuple[
 KnownEvaluations = dict[EvaluatedPlan, Evaluation]
 
 
+@dataclass
+class SearchBatches:
+    """The batches that plans of the same work are compared on, None before they are drawn, and what is packed
+    already of each."""
+
+    drawn: list[BatchSamples] | None = None
+    packings: dict[int, KnownPackings] = field(default_factory=lambda: defaultdict(KnownPackings))
+
+
 def mean_evaluation(steps: Sequence[Evaluation]) -> Evaluation:
     """Mean over several batches; fits if all fit."""
     return Evaluation(
@@ -149,9 +157,10 @@ class PlanEvaluator:
     lists none.
 
     `run_ahead`: bytes that frozen sections may keep for the next step, None for what memory allows
-    (`secc.alloc.refine.prefetch_memory`). `known`: evaluations of plans of the same work, which problems with
-    other candidates or prices share; `evaluate_once` adds to them. `packings`: the micro-batches of sections,
-    by batch; many plans share those of a section.
+    (`secc.alloc.refine.prefetch_memory`). `known`: evaluations of plans of the same work, which problems
+    with other candidates or prices share; `evaluate_once` adds to them. `shared`: the batches, for other
+    evaluators as well. `packings`: the micro-batches of sections, by batch; many plans share those of a
+    section.
     """
 
     def __init__(
@@ -160,13 +169,18 @@ class PlanEvaluator:
         problem: Problem,
         run_ahead: int | None = 0,
         known: KnownEvaluations | None = None,
+        shared: SearchBatches | None = None,
     ) -> None:
         self.work, self.problem, self.run_ahead = work, problem, run_ahead
         self.known: KnownEvaluations = {} if known is None else known
-        drawn = drawn_samples.draw_search_batches(work.graph, work.global_batch)
-        self._batch_numbers = _order_typical_first(work, drawn) if drawn else [0]
-        self.batches = [drawn[i] for i in self._batch_numbers] if drawn else [_mean_samples_batch(work)]
-        self.packings = [KnownPackings() for _ in self.batches]
+        shared = SearchBatches() if shared is None else shared
+        if shared.drawn is None:
+            shared.drawn = [*drawn_samples.draw_search_batches(work.graph, work.global_batch)]
+        self._batch_numbers = _order_typical_first(work, shared.drawn) if shared.drawn else [0]
+        self.batches = (
+            [shared.drawn[i] for i in self._batch_numbers] if shared.drawn else [_mean_samples_batch(work)]
+        )
+        self.packings = [shared.packings[i] for i in self._batch_numbers]
         self.message_ns = {(e.src, e.dst): self._message_ns(e.src, e.dst) for e in problem.edges}
 
     def with_problem(self, problem: Problem) -> PlanEvaluator:
@@ -441,7 +455,7 @@ class PlanEvaluator:
         program_ends = [0] * plan.world_size
         optimizer_ns = Counter[int]()
         reductions: list[TimedReduction] = []
-        prefetch_ends = self._prefetch_ends(plan, order, timeline, batch)
+        prefetch_ends = self._prefetch_ends(plan, order, timeline)
         for s in plan.sections:
             c = chosen[s.user_section_name]
             work, load = self._rank_load(s.user_section_name, c, s.stage)
@@ -474,18 +488,17 @@ class PlanEvaluator:
         reduced = run_reductions(reductions, last_backwards, program_ends, timeline.first_forwards)
         return max((*program_ends, *(end for _, _, end in reduced))) + max(optimizer_ns.values(), default=0)
 
-    def _prefetch_ends(
-        self, plan: Plan, order: Order, timeline: _OrderTimeline, batch: BatchSamples
-    ) -> dict[str, dict[int, int]]:
+    def _prefetch_ends(self, plan: Plan, order: Order, timeline: _OrderTimeline) -> dict[str, dict[int, int]]:
         """When the ranks of prefetching sections have computed their part of the next step, assuming that
         it equals this one; by section and rank. A micro-batch waits for what other sections compute of its
         samples, and holds up those after it."""
         ends_by_section: dict[str, dict[int, int]] = {}
-        stage_passed: dict[tuple[str, int], int] = {}  # when a micro-batch has left the stage before
+        # when a micro-batch has left the stage before, by pipeline
+        stage_passed: dict[str, dict[int, int]] = defaultdict(dict)
         arrivals: dict[str, dict[int, int]] = defaultdict(dict)  # of samples at later sections
         if not order.prefetchable:
             return {}
-        place, costs = {job: i for i, job in enumerate(order.task_order)}, PredictedCosts(plan, batch)
+        place, costs = {job: i for i, job in enumerate(order.task_order)}, order.composer.costs
         for s in map(plan.find_section, order.prefetchable):  # producers come first
             free = {rank: timeline.ends[s.name].get(rank, 0) for rank in replica_first_ranks(s)}
             micros, n = order.tables[s.name].micro_batches, order.step_tasks.ranges[s.name]
@@ -493,24 +506,30 @@ class PlanEvaluator:
             forward, _ = costs.micro_batch_times(s, [micros[m].samples for m in prefetched])
             forward_ns = dict(zip(prefetched, forward, strict=True))
             rounds, ranks = gather_rounds([s], {s.name: micros}), replica_first_ranks(s)
-            pipeline = s.user_section_name
-            for together in dict.fromkeys(rounds.get((s.name, m), (micros[m],)) for m in prefetched):
+            passed, arrived = stage_passed[s.user_section_name], arrivals[s.name]
+            consumers = {
+                dst: self.message_ns.get((s.user_section_name, plan.find_section(dst).user_section_name), 0)
+                for dst in {e.dst for e in plan.edges if e.src == s.name}
+            }
+            done = set[int]()
+            for m in prefetched:
+                if m in done:
+                    continue
+                together = rounds.get((s.name, m), (micros[m],))
+                done.update(o.index for o in together)
+                samples = [p for o in together for p in o.samples]
                 start = max(
-                    max(
-                        free[ranks[m.replica]],
-                        stage_passed.get((pipeline, m.index), 0),
-                        *(arrivals[s.name].get(p, 0) for p in m.samples),
-                    )
-                    for m in together
+                    *(free[ranks[o.replica]] for o in together),
+                    *(passed.get(o.index, 0) for o in together),
+                    *(arrived.get(p, 0) for p in samples),
                 )
-                end = start + max(forward_ns[m.index] for m in together)
-                free |= {ranks[m.replica]: end for m in together}
-                stage_passed |= {(pipeline, m.index): end for m in together}
-                for dst in {e.dst for e in plan.edges if e.src == s.name}:
-                    sections = s.user_section_name, plan.find_section(dst).user_section_name
-                    arrived = end + self.message_ns.get(sections, 0)
-                    for p in (p for m in together for p in m.samples):
-                        arrivals[dst][p] = max(arrivals[dst].get(p, 0), arrived)
+                end = start + max(forward_ns[o.index] for o in together)
+                for o in together:
+                    free[ranks[o.replica]] = passed[o.index] = end
+                for dst, message_ns in consumers.items():
+                    later = arrivals[dst]
+                    for p in samples:
+                        later[p] = max(later.get(p, 0), end + message_ns)
             ends_by_section[s.name] = free
         return ends_by_section
 

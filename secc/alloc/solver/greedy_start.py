@@ -163,5 +163,5 @@ def _single_changes(problem: Problem, a: Assignment) -> Iterator[tuple[str, int]
     for s, candidates in problem.sections.items():
         chosen, alone = candidates[a.choice[s]], list(a.group.values()).count(a.group[s]) == 1
         for i, c in enumerate(candidates):
-            if alone or (c.ranks, c.kind) == (chosen.ranks, chosen.kind):
+            if not c.excluded and (alone or (c.ranks, c.kind) == (chosen.ranks, chosen.kind)):
                 yield s, i

@@ -60,9 +60,9 @@ class GroupBounds:
             (e.src, e.dst): (min(e.latency_ns), min(e.round_trip_ns), min(e.gradient_return_ns))
             for e in problem.edges
         }
-        self.usable_bytes = {
-            (c.ranks, c.kind): problem.usable_bytes(c) for cs in problem.sections.values() for c in cs
-        }
+        allowed_candidates = (c for cs in problem.sections.values() for c in cs if not c.excluded)
+        by_key = {(c.ranks, c.kind): c for c in allowed_candidates}
+        self.usable_bytes = {key: problem.usable_bytes(c) for key, c in by_key.items()}
         self._cached_options: dict[tuple[object, ...], Mapping[DeviceKey, Sequence[SectionOption]]] = {}
         allowed = filter(self._is_allowed, range(1, self.all_sections + 1))
         self.by_sections = {mask: groups for mask in allowed if (groups := [*self._feasible_groups(mask)])}
@@ -131,10 +131,11 @@ class GroupBounds:
         options, least = defaultdict[DeviceKey, list[SectionOption]](list), self._least_waits
         sent, received = [e for e in leaving if e.src == section], [e for e in leaving if e.dst == section]
         for i, c in enumerate(self.problem.sections[section]):
-            work, memory = c.busy_ns if ahead else c.time_ns, c.memory_ahead if sent else c.memory
-            usable = self.usable_bytes[c.ranks, c.kind]
-            if c.excluded or work > self.time_limit or memory > usable:
-                continue  # waits and messages only add to them
+            if c.excluded or (work := c.busy_ns if ahead else c.time_ns) > self.time_limit:
+                continue  # waits and messages only add to work and memory
+            memory, usable = c.memory_ahead if sent else c.memory, self.usable_bytes[key := (c.ranks, c.kind)]
+            if memory > usable:
+                continue
             memory += sum(e.sent_bytes[i] for e in sent) + sum(e.returned_bytes[i] for e in received)
             delay = max(
                 [0, *(least[e.src, e.dst][0] - e.independent_ns[i] + e.message_ns[i] for e in received)]
@@ -144,7 +145,7 @@ class GroupBounds:
                 [0, *(c.rounds * (e.latency_ns[i] + least[e.src, e.dst][2]) for e in sent if c.rounds > 1)]
             )
             if max(work + hidden, rounds) + delay <= self.time_limit and memory <= usable:
-                options[c.ranks, c.kind].append(SectionOption(work, work + delay + hidden, memory, i))
+                options[key].append(SectionOption(work, work + delay + hidden, memory, i))
         self._cached_options[cache_key] = options
         return options
 
