@@ -11,7 +11,8 @@ aims at, and short ones fill the replicas up. Few replicas then lose much time, 
 2. *Shapes*. An order rises from short to long and falls again: short ones fill and drain the pipeline fast,
    and next to the long ones there is work on all stages. Micro-batches that need nothing upstream stand at
    both ends, two of them (`pyramid_order`) or all (`sandwich_order`). Each replica takes the shape that ends
-   first.
+   first. Where upstream has about as much to do as the pipeline and ends last, micro-batches that owe it
+   gradients go first (`upstream_first_order`), behind a few that keep stages busy until their inputs come.
 3. *Upstream* takes samples in the order in which the first stages would start them if all inputs were ready.
    The first stages keep to their orders, so the simulations of the replicas and the estimate of upstream
    (`upstream_estimate`) tell when the step ends.
@@ -30,6 +31,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import NamedTuple
@@ -54,8 +56,9 @@ class PipelineLoad:
     By micro-batch: `work_ns` is its mean work on a rank, `upstream_ns` the upstream backward time after its
     own backward, `needs_upstream` whether it has inputs from other sections. `estimate_ready(starts)`
     estimates when the inputs of each micro-batch are ready if upstream takes them by these start times, and
-    `estimate_drained(ends)` when upstream ends, given the ends of the first stage's backwards. `simulated`
-    caches `simulate_all_ready`.
+    `estimate_drained(ends)` when upstream ends, given the ends of the first stage's backwards.
+    `upstream_work_ns` is all that the busiest rank upstream has to do. `simulated` caches
+    `simulate_all_ready`.
     """
 
     replica: PipelineReplica
@@ -65,6 +68,7 @@ class PipelineLoad:
     needs_upstream: Sequence[bool]
     estimate_ready: Callable[[Sequence[int]], list[int]]
     estimate_drained: Callable[[Sequence[int]], int]
+    upstream_work_ns: int = 0
     simulated: dict[tuple[int, ...], ReplicaTimeline] = field(
         init=False, repr=False, compare=False, default_factory=dict[tuple[int, ...], ReplicaTimeline]
     )
@@ -162,6 +166,19 @@ def sandwich_order(micro_batches: Sequence[int], load: PipelineLoad) -> MicroBat
     return [*independent[0::2], *dependent[0::2], *reversed(dependent[1::2]), *reversed(independent[1::2])]
 
 
+def upstream_first_order(micro_batches: Sequence[int], load: PipelineLoad, leading: int) -> MicroBatchOrder:
+    """Returns the order that starts with the `leading` shortest micro-batches that need nothing upstream, and
+    goes on with those that owe upstream gradients, which rise and fall; the others fall behind them.
+
+    So gradients come back as early as they can, and upstream does not wait for them.
+    """
+    order = sorted(micro_batches, key=lambda m: (load.work_ns[m], m))
+    first = [m for m in order if not load.needs_upstream[m]][:leading]
+    owing = [m for m in order if load.upstream_ns[m]]
+    others = [m for m in order if not load.upstream_ns[m] and m not in first]
+    return [*first, *owing[0::2], *reversed(owing[1::2]), *reversed(others)]
+
+
 ORDER_SHAPES: tuple[OrderShape, ...] = (pyramid_order, steep_order, sandwich_order)
 
 
@@ -186,6 +203,13 @@ OTHER_STRATEGIES = (
     OrderStrategy(350, 4),
     OrderStrategy(800, 4),
 )
+# Where upstream ends last, and its busiest rank has at least this share of the step's time to do. Deep
+# pipelines need more micro-batches to begin with, and long ones on few replicas.
+UPSTREAM_STRATEGIES = tuple(
+    OrderStrategy(share, 2, (partial(upstream_first_order, leading=count),))
+    for share, count in ((500, 2), (650, 4), (800, 8))
+)
+BUSY_UPSTREAM_PERMILLE = 667
 
 
 # -- planning
@@ -256,6 +280,14 @@ def plan_orders(load: PipelineLoad, strategy: OrderStrategy) -> PipelineOrders:
         )
     assert best is not None
     return best
+
+
+def plans_for_upstream(load: PipelineLoad, known: PipelineOrders) -> list[PipelineOrders]:
+    """Returns orders that give upstream its gradients early, where upstream decides when the step of the
+    `known` orders ends; none elsewhere. Estimates are too coarse to tell which of them is best."""
+    is_busy = 1000 * load.upstream_work_ns >= BUSY_UPSTREAM_PERMILLE * known.end
+    decides = is_busy and known.upstream_end >= known.end
+    return [plan_orders(load, strategy) for strategy in UPSTREAM_STRATEGIES] if decides else []
 
 
 def _interpolate_ends(load: PipelineLoad, orders: Sequence[MicroBatchOrder]) -> tuple[list[int], list[int]]:

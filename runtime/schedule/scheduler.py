@@ -367,11 +367,14 @@ def _try_pipeline_orders(
 ) -> ScheduleCandidate:
     """Returns the shortest candidate with planned orders of the critical pipeline's replicas.
 
-    The likeliest strategy comes first; others, and then changes of single orders, are tried as long as the
-    step is worth the time.
+    The likeliest strategy comes first, and those for upstream where that decides the end; others, and then
+    changes of single orders, are tried as long as the step is worth the time.
     """
     orders, spent = pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY), 0
     best = pipeline_order_candidate(composer, load, micro_batches, orders)
+    for other_orders in pipeline_order.plans_for_upstream(load, orders):
+        candidate = pipeline_order_candidate(composer, load, micro_batches, other_orders)
+        best, orders = (candidate, other_orders) if candidate.makespan < best.makespan else (best, orders)
     for strategy in pipeline_order.OTHER_STRATEGIES:
         spent += PIPELINE_ORDER_TRIES * (1 + load.replica_count // pipeline_order.MAX_SIMULATED_REPLICAS)
         if not affordable_runs(best.task_count, best.makespan, lower_bound, spent):

@@ -69,6 +69,7 @@ def critical_pipeline_load(composer: MicroBatchComposer) -> tuple[PipelineLoad, 
         ],
         estimate_ready=upstream.estimate_ready,
         estimate_drained=upstream.estimate_drained,
+        upstream_work_ns=max(upstream.rank_work.values(), default=0),
     )
     return load, micro_batches
 
@@ -112,7 +113,7 @@ class _UpstreamEstimate:
 
     `forward_paths` and `backward_paths` have, by micro-batch, one path of visits per sample, in topological
     order and reversed. `feeding_sections` feed the pipeline directly; `forward_work` is what each rank does
-    before its first backward, in ns.
+    before its first backward, in ns, and `rank_work` all that it does.
     """
 
     def __init__(
@@ -127,13 +128,16 @@ class _UpstreamEstimate:
         )
         sections = {s.name: s for s in composer.plan.sections}
         self.feeding_sections = {e.src for e in edges if e.dst in {s.name for s in stages}} & names
-        self.forward_work: dict[int, int] = {}
+        self.forward_work, self.rank_work = dict[int, int](), dict[int, int]()
         visits: list[list[_SectionVisit]] = [[] for _ in range(composer.sample_count)]
         for s in (s for s in graph.topological_order if s.name in names):
             (forward, backward), ranks = composer.sample_times[s.name], replica_first_ranks(s)
             for rank, rank_samples in zip(ranks, composer.assignment.samples_by_replica[s.name], strict=True):
                 self.forward_work[rank] = self.forward_work.get(rank, 0) + sum(
                     map(forward.__getitem__, rank_samples)
+                )
+                self.rank_work[rank] = self.rank_work.get(rank, 0) + sum(
+                    forward[p] + backward[p] for p in rank_samples
                 )
             sources = {e.src for e in edges if e.dst == s.name} & names
             gradient_sources = {
