@@ -8,11 +8,14 @@ those that treat a sum of gradients as they treat its summands (a factor, a mask
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from secc.runtime.model.source_lines import format_source_line
 
@@ -52,8 +55,43 @@ def only_gradient_hooks(model: nn.Module, kept: HookTable | None = None, key: in
             table[k] = hook
 
 
+@contextmanager
+def scaled_gradient_hooks(model: nn.Module, scale: float) -> Iterator[None]:
+    """Give all hooks `scale` (a power of 2) times the gradients, and divide what they return: no change for
+    hooks that treat a sum as its summands, and a bound that these gradients are too small to reach shows."""
+    replaced = [(table, key, table[key]) for _, table, key in iter_gradient_hooks(model)]
+    for table, key, hook in replaced:
+        table[key] = _scale_hook(hook, scale)
+    try:
+        yield
+    finally:
+        for table, key, hook in replaced:
+            table[key] = hook
+
+
+def _scale_hook(hook: Callable[..., Any], scale: float) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def scaled(*args: Any) -> Any:
+        if isinstance(args[0], nn.Parameter):  # after its gradient has been added up
+            args[0].grad = multiply(args[0].grad, scale)
+            hook(args[0])
+            args[0].grad = multiply(args[0].grad, 1 / scale)
+            return None
+        given = multiply(args, scale)
+        found = hook(*given)
+        if found is None and isinstance(args[0], torch.Tensor):
+            found = given[0]  # which it may have changed
+        return multiply(found, 1 / scale)
+
+    def multiply(value: Any, factor: float) -> Any:
+        return tree_map(lambda t: t * factor if isinstance(t, torch.Tensor) else t, value)
+
+    return scaled
+
+
 def describe_hook(hook: Callable[..., Any]) -> tuple[str, str]:
     """Return a hook's name and its file:line, "" if it has no source."""
+    hook = inspect.unwrap(hook)
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = getattr(hook, "__func__", hook)

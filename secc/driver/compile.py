@@ -94,6 +94,7 @@ from secc.runtime.parameters.optimizer_parts import why_not_apart, why_not_slice
 from secc.runtime.parameters.rank_weights import describe_parameters, imported_file_copy
 from secc.runtime.plan import schema as plan_schema
 from secc.runtime.plan.schema import ModelRef, Plan
+from secc.runtime.sections.gradient_hooks import describe_hook, iter_gradient_hooks
 
 TimedStep = Callable[[str], contextlib.AbstractContextManager[None]]
 WIDTHS = ("auto", "own", "global")  # of micro-batches
@@ -419,12 +420,13 @@ def optimizer_limits(user: UserModel, meta: nn.Module) -> dict[str, str]:
     unshardable: replicas may not have parts of parameters (ZeRO, tp). coupled: ranks may not have some of the
     trained parameters only. unprobed: the latter is not known, since this machine cannot try the optimizer.
 
-    Raises UserError if optimizer() returns no optimizer, or takes pairs of names and parameters for
-    parameters. Where it raises otherwise, this machine may be the cause.
+    Raises UserError if optimizer() returns no optimizer, takes pairs of names and parameters for parameters,
+    or registers hooks on gradients. Where it raises otherwise, this machine may be the cause.
     """
     trained = [(name, p) for name, p in meta.named_parameters() if p.requires_grad]
     if not trained:
         return {}
+    hooks = {(id(table), key) for _, table, key in iter_gradient_hooks(meta)}
     try:
         optimizer = user.build_optimizer(trained)
     except UserError as error:
@@ -432,6 +434,16 @@ def optimizer_limits(user: UserModel, meta: nn.Module) -> dict[str, str]:
             raise
         reason = f"optimizer() fails on this machine: {error.message}"
         return {"unshardable": reason, "unprobed": reason}
+    for name, table, key in iter_gradient_hooks(meta):
+        if (id(table), key) not in hooks:
+            function, where = describe_hook(table[key])
+            raise UserError(
+                f"optimizer() registers the hook {function} on the gradient of {name}: ranks run it once for"
+                " each micro-batch, and the comparison with plain PyTorch, which makes no optimizer, does not show"
+                " whether that is exact",
+                where or user.function_source_line("optimizer"),
+                "register it in model(), on the parameter that model() makes",
+            )
     build, parameters = user.build_optimizer, dict(trained)
     beyond = why_whole_model(build, parameters)
     limits = {"unshardable": beyond or why_not_elementwise(optimizer) or why_not_sliced(build, parameters)}

@@ -60,6 +60,7 @@ from secc.runtime.training.one_rank_plan import (
 )
 
 _MOST_UNMET_VALUES = 6  # that samples are compared with
+_HOOK_SCALE = 1024.0  # of the gradients that hooks see once more: those of a run may be larger than a check's
 _EXTREME_COINS = 4  # comparisons with random numbers close to an end of their range
 _DRAWN_COPIES = 4  # of each sample where random numbers may decide whether padding is read
 # Numbers in the largest tensor of a batch that is compared, where there are lighter samples: 2 GiB.
@@ -518,7 +519,7 @@ def _check_decisions(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
             raise UserError(message, where or str(compiled.user.path), _SIZE_REMEDY)
         # If one micro-batch is inexact too, decisions are not the cause.
         if not parts.is_exact and rank.compare_step(samples, len(samples), reference).is_exact:
-            _refuse_gradient_hooks(rank, samples)
+            _refuse_gradient_hooks(rank, samples, size)
             refuse_faults_of_one(compiled, rank, samples, reference)
             off = parts.difference
             if off.loss <= 1 and len(samples) > 2 and rank.compare_step(samples, 2, reference).is_exact:
@@ -585,6 +586,8 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         _refuse_gradient_hooks(rank, samples)
         refuse_faults_of_one(compiled, rank, samples, reference)
         return check
+    with gradient_hooks.scaled_gradient_hooks(rank.model, _HOOK_SCALE):
+        _refuse_gradient_hooks(rank, samples)
     if not compiled.plan.checks.get("accepted"):
         _compare_unmet_values(compiled, rank, samples, watch)
     if compiled.plan.draws and 1 in sizes:
@@ -681,15 +684,17 @@ def _may_draw_padding(plan: Plan) -> bool:
     return bool(paths) and any(edge.extents and not edge.grad for edge in plan.edges)
 
 
-def _refuse_gradient_hooks(rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InexactPlan if the plan is exact without the user's hooks on gradients, and names the first that
-    makes it inexact by itself."""
+def _refuse_gradient_hooks(
+    rank: OneRankPlan, samples: Sequence[Mapping[str, Any]], size: int = CHECK_MICRO_BATCH
+) -> None:
+    """Raises InexactPlan if the plan is exact in micro-batches of `size` samples without the user's hooks on
+    gradients, and not with them; names the first that makes it inexact by itself."""
 
     def is_exact() -> bool:
-        return rank.compare_step(samples, CHECK_MICRO_BATCH, rank.run_reference(samples)).is_exact
+        return rank.compare_step(samples, size, rank.run_reference(samples)).is_exact
 
     hooks = list(gradient_hooks.iter_gradient_hooks(rank.model))
-    if not hooks:
+    if not hooks or is_exact():
         return
     with gradient_hooks.only_gradient_hooks(rank.model):
         if not is_exact():

@@ -73,6 +73,20 @@ def check(hook: str, tmp_path: Path) -> CompiledPlan:
     )
 
 
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "self.head.weight.register_hook(lambda g: g.clamp(-1, 1))",
+        "self.body.register_full_backward_pre_hook(lambda _, grads: (grads[0] / max(1, grads[0].norm()),))",
+        "self.head.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1) is None or None)",
+    ],
+)
+def test_a_bound_that_gradients_of_the_check_do_not_reach_is_refused(hook: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="gives another gradient for micro-batches") as refused:
+        check(hook, tmp_path)
+    assert refused.value.where.endswith(HOOK_LINE)
+
+
 @pytest.mark.parametrize("hook", EXACT)
 def test_hooks_that_treat_a_sum_as_its_summands_are_exact(hook: str, tmp_path: Path) -> None:
     assert all(p["exact"] for p in check(hook, tmp_path).plan.checks["patterns"])

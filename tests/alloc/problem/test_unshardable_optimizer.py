@@ -57,3 +57,13 @@ def test_an_optimizer_that_takes_pairs_for_parameters_is_refused(tmp_path: Path)
     with pytest.raises(UserError, match="'tuple' object has no attribute 'ndim'") as error:
         optimizer_limits(user, build_meta_model(user))
     assert error.value.where.endswith("model.py:12") and "(name, parameter) pairs" in error.value.remedy
+
+
+def test_hooks_on_gradients_that_optimizer_registers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    hook = "[p.register_hook(lambda g: g.clamp(-1, 1)) for _, p in params] and torch.optim.AdamW(params)"
+    path.write_text(MODEL.format(optimizer=hook, frozen=""))
+    user = load_model_file(path)
+    with pytest.raises(UserError, match=r"optimizer\(\) registers the hook <lambda>") as error:
+        optimizer_limits(user, build_meta_model(user))
+    assert error.value.where.endswith("model.py:12") and "in model()" in error.value.remedy
