@@ -54,6 +54,7 @@ class UnsplitKind(StrEnum):
     TOO_LARGE = "too_large"
     SMALL = "small"
     READ_BY_OTHER_CODE = "read_by_other_code"
+    GRADIENT_HOOK = "gradient_hook"
     TAKEN_FROM_INSIDE = "taken_from_inside"
     SMALL_MODEL_DIFFERS = "small_model_differs"
     EXPERTS_BY_SEQUENCE = "experts_by_sequence"
@@ -119,6 +120,7 @@ SENTENCES: dict[UnsplitKind, str] = {
     ),
     UnsplitKind.SMALL: "it is small",
     UnsplitKind.READ_BY_OTHER_CODE: "its parameter is read by code outside of its forward",
+    UnsplitKind.GRADIENT_HOOK: "a hook sees a gradient in it, of which ranks would have parts",
     UnsplitKind.TAKEN_FROM_INSIDE: "a result from inside of it (attention weights) is returned past it",
     UnsplitKind.SMALL_MODEL_DIFFERS: (
         "the same layer of small_model() is split otherwise: it should have as many heads, of keys and values"

@@ -439,8 +439,8 @@ def optimizer_limits(user: UserModel, meta: nn.Module) -> dict[str, str]:
             function, where = describe_hook(table[key])
             raise UserError(
                 f"optimizer() registers the hook {function} on the gradient of {name}: ranks run it once for"
-                " each micro-batch, and the comparison with plain PyTorch, which makes no optimizer, does not show"
-                " whether that is exact",
+                " each micro-batch, and the comparison with plain PyTorch, which makes no optimizer, does not"
+                " show whether that is exact",
                 where or user.function_source_line("optimizer"),
                 "register it in model(), on the parameter that model() makes",
             )

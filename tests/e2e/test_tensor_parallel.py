@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,7 +101,12 @@ def test_plan_trains_as_plain_pytorch(
     model = write_recording_model(name, tmp_path, MODELS)
     reference = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
     pins = tuple(c for c in choices.split() if not c.startswith("--"))
-    options = {"cluster": f"local:{ranks}", "global_batch": GLOBAL_BATCH, "strategy": strategy, "set": pins}
+    options: dict[str, Any] = {
+        "cluster": f"local:{ranks}",
+        "global_batch": GLOBAL_BATCH,
+        "strategy": strategy,
+        "set": pins,
+    }
     made = compile_and_write(model, tmp_path / "plan", fuse="--fuse" in choices, **options)
     assert all(s.shards and s.styles for s in made.plan.sections if s.mesh.tp > 1)
     assert ("norms=sequence" in choices) == any(
@@ -197,3 +203,26 @@ def test_impossible_tp_is_refused_with_the_reason(tmp_path: Path) -> None:
                 set=(choice,),
             )
         assert error.value.remedy
+
+
+@pytest.mark.gloo
+def test_what_a_hook_on_gradients_sees_stays_whole(tmp_path: Path) -> None:
+    """It picks rows by their numbers, which are others in a part: of the tied head, and in a layer."""
+    hooked = """    found = Nano()
+    for weight, first in ((found.head.weight, 48), (found.h[1].up.weight, 32)):
+        weight.register_hook(lambda g, first=first: torch.cat([0 * g[:first], g[first:]]))
+    return found"""
+    text = (MODELS / "nano.py").read_text()
+    (tmp_path / "nano.py").write_text(
+        text.replace("    return Nano()", "    torch.manual_seed(0)\n" + hooked)
+    )
+    model = write_recording_model("nano", tmp_path, tmp_path)
+    made = compile_and_write(
+        model, tmp_path / "plan", cluster="local:2", global_batch=GLOBAL_BATCH, set=("model.tp=2",)
+    )
+    cut = {s.name for s in made.plan.sections[0].shards}
+    assert any(n.startswith("h.0.") for n in cut)
+    assert not any(n.startswith("h.1.") for n in cut) and not cut & {"head.weight", "wte.weight"}
+    reference = train_in_one_process(model, GLOBAL_BATCH, 3, tmp_path / "plain")
+    found = train_distributed(tmp_path / "plan", 2, 3, tmp_path / "run")
+    assert list(find_differences(found, reference)) == []

@@ -8,7 +8,7 @@ logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -60,6 +60,7 @@ from secc.runtime.model.module_copies import copy_module
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.schema import OVERLAPS, CodeRewrite, ModuleStyle, Shard
 from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
+from secc.runtime.sections.gradient_hooks import iter_gradient_hooks
 from secc.runtime.sections.recompute import recompute_units
 from secc.runtime.tensor_parallel.linear_modules import LinearModule, as_embedding, as_linear
 from secc.runtime.training.widened_floats import computes_in_sixteen_bits
@@ -168,11 +169,25 @@ def annotate_layouts(
         for paths, kind in (
             (seen.taken, UnsplitKind.TAKEN_FROM_INSIDE),
             (seen.read, UnsplitKind.READ_BY_OTHER_CODE),
+            (_paths_with_hooks(subject.meta, cuts), UnsplitKind.GRADIENT_HOOK),
         ):
             layouts |= {path: ModuleLayout(unsplit_reasons={"": UnsplitReason(kind)}) for path in paths}
         for path, layout in layouts.items():
             _add_layout_op(graph, block, path, degrees, layout)
     return bool(wanted)
+
+
+def _paths_with_hooks(meta: nn.Module, cuts: Mapping[str, Collection[str]]) -> list[str]:
+    """Returns the paths of layers with a hook on the gradient of a parameter that would be cut, or of what is
+    inside: it would see a part, and may pick rows by number. cuts: the names of such parameters, by path."""
+    hooked = {name for name, _, _ in iter_gradient_hooks(meta)}
+    tensors = {id(p) for n, p in meta.named_parameters() if n in hooked}
+    return [
+        path
+        for path, names in cuts.items()
+        if any(id(meta.get_parameter(f"{path}.{n}")) in tensors for n in names)
+        or any(f"{n}.".startswith(f"{path}.") for n in hooked)
+    ]
 
 
 def search_layouts(
