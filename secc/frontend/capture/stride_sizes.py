@@ -45,6 +45,11 @@ class StrideSize:
         """The allowed offset nearest to 0."""
         return max(self.min_offset, min(self.max_offset, 0))
 
+    def spread_offsets(self) -> list[int]:
+        """Returns four of the allowed offsets, from the least to the greatest: a length that tells only the
+        least from the others rules out hardly any."""
+        return [self.min_offset + (self.max_offset - self.min_offset) * i // 3 for i in range(4)]
+
     def values_along(self, row: SizeRow, name: str, lengths: Sequence[int], offset: int) -> torch.Tensor:
         """Returns the values with each of `lengths` for the symbol `name` and the other sizes of `row`;
         shape [len(lengths)]."""
@@ -147,7 +152,7 @@ def find_telling_length(
         [
             s.values_along(shortest, name, lengths_in_order, offset)
             for s in compared
-            for offset in (s.min_offset, s.max_offset)
+            for offset in s.spread_offsets()
         ]
     )
     agreeing = (values == values.mode(dim=0).values).sum(dim=0)

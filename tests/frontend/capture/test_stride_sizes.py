@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -35,6 +35,7 @@ def probed(value: Callable[[dict[str, int]], int]) -> SizeFitter:
 
 
 @given(st.integers(2, 400), st.integers(-500, 20))
+@example(285, 0)
 @settings(max_examples=25)
 def test_a_chain_of_convolutions_is_one_division(divisor: int, offset: int) -> None:
     def value(row: dict[str, int]) -> int:
