@@ -23,14 +23,28 @@ from xdsl.passes import ModulePass
 
 from secc.ir.analysis.dataflow import is_random_op
 from secc.ir.analysis.shared_memory import reaches_block
+from secc.ir.dialect import size_expr
 from secc.ir.dialect.argument_template import OperandRef
-from secc.ir.dialect.ops import CaseOp, Computation, ConstOp, GlueOp, GuardOp, InputOp, ParamOp, graph_of
+from secc.ir.dialect.ops import (
+    CaseOp,
+    Computation,
+    ConstOp,
+    GlueOp,
+    GraphOp,
+    GuardOp,
+    InputOp,
+    ParamOp,
+    graph_of,
+)
 from secc.ir.dialect.readable_names import WRITTEN_ATTRIBUTE
 from secc.ir.dialect.tensor_type import tensor_type
 
 _VIEW_OPS = ("view", "_unsafe_view", "reshape")
 _OPPOSITE_COMPARISON = {"eq": "ne", "ne": "eq"}
 _NORMS = {"aten.linalg_vector_norm.default": "ord", "aten.norm.ScalarOpt_dim": "p"}  # and their order's name
+_FILLED_LIKE_OPS = tuple(
+    name for kind in ("empty", "zeros", "ones", "full") for name in (f"{kind}_like", f"new_{kind}")
+)
 _DIM_SWAPS = ("transpose", "t", "permute", "numpy_T")
 
 
@@ -168,6 +182,38 @@ def _square_of_norm(op: GlueOp) -> SSAValue | None:
     return _insert_before(op, total)
 
 
+def _draw_of_size(op: GlueOp) -> SSAValue | None:
+    """Random numbers in the size of a tensor as numbers of that size: they do not depend on the tensor's
+    values, so a mask made of them may count what the loss is divided by."""
+    return _make_of_size(op, op.base_name.removesuffix("_like"))
+
+
+def _fill_of_size(op: GlueOp) -> SSAValue | None:
+    """What takes the size of a tensor and is filled by random ops only, as a tensor of that size."""
+    if not all(is_random_op(use.operation) for use in op.results[0].uses):
+        return None
+    name = op.base_name.removeprefix("new_").removesuffix("_like")
+    value = op.arguments.args[-1] if name == "full" else int(name == "ones")
+    return _make_of_size(op, "full", value) if isinstance(value, (int, float)) else None
+
+
+def _make_of_size(op: GlueOp, name: str, *values: float) -> SSAValue | None:
+    """A tensor like the result of `op`, made by a factory; None if values of inputs decide its size."""
+    kind, case = tensor_type(op.results[0]), op.parent_op()
+    assert isinstance(case, CaseOp)
+    graph = case.parent_op()
+    assert isinstance(graph, GraphOp)
+    decided_by_values = {name for name, symbol in graph.symbols.items() if symbol.kind.data == "data"}
+    if any(size_expr.symbol_names(size) & decided_by_values for size in kind.shape):
+        return None
+    sizes = f"[{', '.join(map(size_expr.format_expr, kind.shape))}]"
+    given = ", ".join((sizes, *map(str, values), f"dtype=torch.{kind.torch_dtype}"))
+    made = GlueOp.create_call(f"aten.{name}.default", [], f"{given}, device=device, pin_memory=False", [kind])
+    made.properties |= {k: v for k, v in op.properties.items() if k not in ("target", "args")}
+    made.attributes |= op.attributes
+    return _insert_before(op, made)
+
+
 def _is_product_with_itself(op: GlueOp) -> bool:
     return op.arguments.args == [OperandRef(0), OperandRef(0)] and not op.arguments.kwargs
 
@@ -234,6 +280,8 @@ REWRITE_RULES = (
     ),
     RewriteRule(_VIEW_OPS, _is_any_op, _merge_views),
     RewriteRule(("bitwise_not", "logical_not"), _is_any_op, _negate_comparison),
+    RewriteRule(("rand_like", "randn_like"), _is_any_op, _draw_of_size),
+    RewriteRule(_FILLED_LIKE_OPS, _is_any_op, _fill_of_size),
     RewriteRule(("dist",), _is_any_op, _norm_of_difference),
     RewriteRule(("pow", "mul"), _is_any_op, _square_of_norm),
 )
