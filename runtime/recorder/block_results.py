@@ -12,7 +12,7 @@ import copy
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,6 +70,11 @@ def is_large_input(tensor: torch.Tensor) -> bool:
     """Whether an input, by its dtype and number of entries in all dims, is recorded without its values as
     long as forward does not read them."""
     return tensor.is_floating_point() and tensor.numel() > LARGE_INPUT_ENTRIES
+
+
+def find_fakes(tensors: list[torch.Tensor]) -> frozenset[int]:
+    """Return the places of the tensors without values."""
+    return frozenset(i for i, tensor in enumerate(tensors) if is_fake(tensor))
 
 
 def copy_without_values(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
@@ -310,7 +315,7 @@ class BlockResultCache:
         # this run is not the user's.
         out, input_independent, reads, hazards, draws = contextvars.Context().run(run)
         result = BlockResult(
-            result_skeleton(out, inputs, versions, input_independent),
+            result_skeleton(out, inputs, versions, input_independent, find_fakes(inputs) if reads else ()),
             reads,
             hazards,
             tuple(d.relative_to_block(path) for d in draws),
@@ -388,13 +393,22 @@ def tensor_versions(tensors: list[torch.Tensor]) -> list[int]:
     return [0 if torch.is_inference(t) else t._version for t in tensors]
 
 
-def result_skeleton(out: Any, inputs: list[torch.Tensor], versions: list[int], alone: frozenset[int]) -> Any:
+def result_skeleton(
+    out: Any,
+    inputs: list[torch.Tensor],
+    versions: list[int],
+    alone: frozenset[int],
+    new: Collection[int] = (),
+) -> Any:
     """Return a block's result with ResultTensor objects (shape, dtype, strides) in place of tensors; the same
     object for the same tensor. versions: `tensor_versions` of the inputs before the call. An input that the
-    block wrote to is another value afterwards, so a result that is this tensor counts as a new one."""
+    block wrote to is another value afterwards, so a result that is this tensor counts as a new one, as does
+    one of the inputs at the places `new`, where other values may give another result."""
     leaves: dict[int, ResultTensor] = {}
     unwritten = zip(inputs, versions, tensor_versions(inputs), strict=True)
-    position = {id(t): i for i, (t, before, after) in enumerate(unwritten) if before == after}
+    position = {
+        id(t): i for i, (t, before, after) in enumerate(unwritten) if before == after and i not in new
+    }
 
     def leaf(path: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

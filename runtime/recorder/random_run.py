@@ -21,6 +21,7 @@ from secc.runtime.recorder import nested_values
 from secc.runtime.recorder.block_results import (
     BlockResult,
     ResultTensor,
+    find_fakes,
     is_fake,
     result_skeleton,
     tensor_versions,
@@ -68,6 +69,9 @@ def _layout_with_values(
 ) -> tuple[Any, list[tuple[ResultTensor, torch.Tensor]]] | None:
     """`layout_by_random_run` with arguments that `fill` fills, and `integers` in the two runs."""
 
+    known = [t for _, t in nested_values.iter_tensors((args, kwargs))]
+    unknown = find_fakes(known)
+
     def run_once(seed: int, integer: int) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -81,12 +85,12 @@ def _layout_with_values(
             tensors = [t for _, t in nested_values.iter_tensors(random_arguments)]
             versions = tensor_versions(tensors)
             out, input_independent = runs(partial(functional_call, module, state, *random_arguments))
-        return result_skeleton(out, tensors, versions, input_independent)
+        return result_skeleton(out, tensors, versions, input_independent, unknown)
 
     skeletons = list(map(run_once, _RANDOM_RUN_SEEDS, integers))
     if skeletons[0] is None or len({_describe_layout(s) for s in skeletons}) > 1:
         return None
-    skeleton, known = skeletons[-1], [t for _, t in nested_values.iter_tensors((args, kwargs))]
+    skeleton = skeletons[-1]
     if _lacks_gradient(skeleton, [*known, *module.parameters()]):
         with suppress(Exception):
             _add_gradients(skeleton, run_once(_RANDOM_RUN_SEEDS[0], integer=1))

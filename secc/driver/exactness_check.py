@@ -25,7 +25,14 @@ from secc.driver.global_switches import GlobalSwitch, find_global_switch
 from secc.driver.kept_state import refuse_kept_state
 from secc.driver.optional_inputs import ChangingInput, find_changing_input
 from secc.driver.python_draws import GeneratorStates, draws_error, naming_draws
-from secc.driver.unmet_values import ComparisonWatch, UnmetValue, iter_unmet_values
+from secc.driver.unmet_values import (
+    MOST_TRIES,
+    ComparisonWatch,
+    inputs_of_blocks,
+    iter_unmet_values,
+    put_numbers,
+    whole_numbers,
+)
 from secc.errors import InexactPlan, NotEnoughMemory, UserError
 from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
@@ -590,6 +597,7 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         _refuse_gradient_hooks(rank, samples)
     if not compiled.plan.checks.get("accepted"):
         _compare_unmet_values(compiled, rank, samples, watch)
+        _compare_whole_numbers(compiled, rank, pattern, samples, watch)
     if compiled.plan.draws and 1 in sizes:
         check = _compare_extreme_coins(compiled, rank, samples, check)
     return check
@@ -598,7 +606,8 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
 def _watch_comparisons(compiled: CompiledPlan) -> ComparisonWatch:
     """Returns what notes the comparisons of values in blocks."""
     assert compiled.model is not None
-    return ComparisonWatch(compiled.model, (b for s in compiled.plan.sections for b in s.blocks))
+    # Those of the plan lack a block that returned an argument as it is.
+    return ComparisonWatch(compiled.model, compiled.captured_model.capture.blocks)
 
 
 def _compare_unmet_values(
@@ -626,13 +635,75 @@ def _compare_unmet_values(
         except UserError:
             continue  # plain PyTorch does not take the value, or a run refuses such samples
         if inexact := next((c for c in comparisons if not c.is_exact), None):
-            raise _unmet_value_error(compiled, unmet, inexact)
+            what = f"{unmet.value:g}, which this line asks for and no compared sample has"
+            raise _unmet_value_error(compiled, unmet.key, what, unmet.where, unmet.samples, inexact)
 
 
-def _unmet_value_error(compiled: CompiledPlan, unmet: UnmetValue, comparison: StepComparison) -> InexactPlan:
-    what = f"where {unmet.key!r} is {unmet.value:g}, which this line asks for and no compared sample has, "
-    if coupling := _find_coupling(compiled, unmet.samples):
-        return InexactPlan(what + coupling.message, unmet.where, coupling.remedy)
+def _compare_whole_numbers(
+    compiled: CompiledPlan,
+    rank: OneRankPlan,
+    pattern: frozenset[str],
+    samples: Sequence[Mapping[str, Any]],
+    watch: ComparisonWatch,
+) -> None:
+    """Compares samples with other whole numbers in inputs that are one for a sample and reach a block. Raises
+    UserError if they are not exact."""
+    assert compiled.model is not None
+    numbers_of = whole_numbers(compiled.survey, samples, watch.answers)
+    if not (keys := inputs_of_blocks(compiled.module, compiled.model, numbers_of)):
+        return
+    samples = _without_padding(compiled, rank, pattern) or samples
+    sizes = [1, *_padding_sizes(compiled.plan)[1:]]
+    for key in keys:
+        count = sum(key in sample for sample in samples)
+        values, tries = numbers_of[key], 0
+        waiting = [values[i : i + count] for i in range(0, len(values), count)]
+        while waiting and tries < MOST_TRIES:
+            numbers, tries = waiting.pop(0), tries + 1
+            changed = put_numbers(samples, key, numbers)
+            try:
+                reference = _run_reference(compiled, rank, changed)
+                comparisons = [rank.compare_step(changed, size, reference) for size in sizes]
+            except NotEnoughMemory:
+                raise
+            except UserError:  # plain PyTorch does not take one of them, or a run refuses it
+                comparisons = []
+            inexact = next((c for c in comparisons if not c.is_exact), None)
+            if inexact and len(numbers) == 1:
+                what = f"{numbers[0]}, which no compared sample has"
+                raise _unmet_value_error(compiled, key, what, "", changed, inexact)
+            if len(numbers) > 1 and (inexact or not comparisons):
+                waiting[:0] = [numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]]
+
+
+def _without_padding(
+    compiled: CompiledPlan, rank: OneRankPlan, pattern: frozenset[str]
+) -> list[dict[str, Any]] | None:
+    """Returns different samples of one length, among which no number moves the end of padding; None if there
+    are none that plain PyTorch takes."""
+    even = compiled.survey.compose_batches(pattern, even=True)[-1]
+    if len({id(sample) for sample in even}) < len(even):
+        return None
+    try:
+        _run_reference(compiled, rank, even)
+    except NotEnoughMemory:
+        raise
+    except UserError:
+        return None
+    return even
+
+
+def _unmet_value_error(
+    compiled: CompiledPlan,
+    key: str,
+    value: str,
+    where: str,
+    samples: Sequence[Mapping[str, Any]],
+    comparison: StepComparison,
+) -> InexactPlan:
+    what = f"where {key!r} is {value}, "
+    if coupling := _find_coupling(compiled, samples):
+        return InexactPlan(what + coupling.message, where or coupling.where, coupling.remedy)
     d = comparison.decisive.difference
     message = (
         f"{what}micro-batches compute another loss than the batch: it is off by {d.loss:.3g} and the gradient"
@@ -642,7 +713,7 @@ def _unmet_value_error(compiled: CompiledPlan, unmet: UnmetValue, comparison: St
         "decide for each sample, with torch.where or a mask, and compute nothing over the samples; or take"
         " the line out if no sample ever has this value"
     )
-    return InexactPlan(message, unmet.where, remedy)
+    return InexactPlan(message, where or compiled.user.forward_source_line, remedy)
 
 
 def _compare_extreme_coins(

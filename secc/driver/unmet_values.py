@@ -1,16 +1,19 @@
-"""Makes samples with values that modules compare their inputs with and that no sample of a comparison has.
+"""Makes samples with values that no sample of a comparison has.
 
 Code inside of a block is not recorded. If it asks for a value (`(task == 7).any()`) that no compared sample
-has, nothing shows what it does then, and a run that meets the value may be inexact. So the numbers that such
-code compares tensors with are noted while plain PyTorch runs, and put into the inputs of some samples until a
-comparison gives the answer that was missing.
+has, nothing shows what it does then, and a run that meets the value may be inexact. Two things are done:
+
+- The numbers that such code compares tensors with are noted while plain PyTorch runs, and put into the inputs
+  of some samples until a comparison gives the answer that was missing.
+- Inputs that are one whole number for a sample (a task, a language) and reach a block take other small
+  numbers, whatever the block does with them (a table, a remainder, a weight).
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Self
@@ -19,7 +22,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from xdsl.dialects.builtin import ModuleOp
+from xdsl.ir import Operation
 
+from secc.frontend.dataset.survey import DatasetSurvey
+from secc.ir.analysis.dataflow import users_of
+from secc.ir.dialect.ops import CallOp, InputOp
+from secc.runtime.model.function_blocks import FunctionBlock
 from secc.runtime.model.source_lines import (
     format_source_line,
     module_paths_by_id,
@@ -27,6 +36,8 @@ from secc.runtime.model.source_lines import (
 )
 
 MOST_TRIES = 32  # forwards of samples with other values
+SMALL_NUMBERS = 64  # 0 to 63 are tried for inputs that are one whole number for a sample
+_MOST_CODE_NUMBERS = 64  # in one container that a function names
 _aten = torch.ops.aten
 _COMPARISONS = {
     _aten.eq: operator.eq,
@@ -71,12 +82,18 @@ class UnmetValue:
 
 
 class ComparisonWatch(TorchDispatchMode):
-    """Notes which answers comparisons of tensors with numbers have inside of blocks."""
+    """Notes which answers comparisons of tensors with numbers have inside of blocks, which may be functions
+    or statements of the user's code."""
 
     def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
         super().__init__()
         self.answers = dict[AskedNumber, set[bool]]()
+        blocks = tuple(blocks)
         self._paths, self._blocks = module_paths_by_id(model), tuple(f"{block}." for block in blocks)
+        functions = (
+            m for path, m in model.named_modules() if path in blocks and isinstance(m, FunctionBlock)
+        )
+        self._codes = {function.__code__ for block in functions for function in block.intercepted}
         self._lists = _ListWatch(self)
 
     def __enter__(self) -> Self:
@@ -93,6 +110,9 @@ class ComparisonWatch(TorchDispatchMode):
             self.note_read(args[0], [result])
         elif (compare := _COMPARISONS.get(func.overloadpacket)) is not None:
             self._note_comparison(compare.__name__, args[0], args[1], result)
+        elif func is _aten.isin.Tensor_Tensor and 0 < args[1].numel() <= _MOST_CODE_NUMBERS:
+            for number in args[1].flatten().tolist():
+                self._note_comparison("eq", args[0], number, args[0] == number)
         return result
 
     def _note_comparison(self, name: str, tensor: Any, other: Any, result: torch.Tensor) -> None:
@@ -123,7 +143,8 @@ class ComparisonWatch(TorchDispatchMode):
     def _frame(self) -> FrameType | None:
         """Returns the innermost frame of the user's code if it runs in a block."""
         path, frames = running_module_and_frames(self._paths)
-        return frames[0] if frames and f"{path}.".startswith(self._blocks) else None
+        is_inside = f"{path}.".startswith(self._blocks) or any(f.f_code in self._codes for f in frames)
+        return frames[0] if frames and is_inside else None
 
 
 class _ListWatch(TorchFunctionMode):
@@ -141,12 +162,15 @@ class _ListWatch(TorchFunctionMode):
 
 
 def _numbers_of_code(frame: FrameType) -> set[float]:
-    """Returns the numbers in the code of a function: constants, globals, and attributes of its `self`."""
+    """Returns the numbers in the code of a function: constants, globals, variables of outer functions, and
+    attributes of its `self`; alone or in a container, of a dict its keys."""
     code, found = frame.f_code, set[float]()
-    owner = vars(frame.f_locals.get("self", object)) if "self" in frame.f_locals else {}
+    owner = vars(frame.f_locals["self"]) if hasattr(frame.f_locals.get("self"), "__dict__") else {}
     named = (frame.f_globals.get(name, owner.get(name)) for name in code.co_names)
-    for value in (*code.co_consts, *named):
-        inner = value if isinstance(value, (tuple, frozenset)) else (value,)
+    outer = (frame.f_locals.get(name) for name in code.co_freevars)
+    for value in (*code.co_consts, *named, *outer):
+        is_container = isinstance(value, (tuple, list, set, frozenset, dict))
+        inner = itertools.islice(value, _MOST_CODE_NUMBERS) if is_container else (value,)
         found.update(v for v in inner if isinstance(v, (int, float)) and not isinstance(v, bool))
     return found
 
@@ -166,6 +190,67 @@ def iter_unmet_values(
         if (changed := _replace_values(samples, key, value)) is not None
     )
     yield from itertools.islice(tries, MOST_TRIES)
+
+
+def whole_numbers(
+    survey: DatasetSurvey, samples: Sequence[Mapping[str, Any]], asked: Iterable[AskedNumber]
+) -> dict[str, list[int]]:
+    """Returns for each input that is one whole number for every sample numbers that none of `samples` has:
+    those of other drawn samples, those that code asks for, then small ones. Left out are inputs that say how
+    long others are."""
+    found = dict[str, list[int]]()
+    in_code = sorted({int(a.number) for a in asked if a.is_whole and a.number == int(a.number)})
+    for key in sorted({key for s in samples for key in s}):
+        values = [s[key] for s in samples if key in s]
+        if not all(_is_whole_number(value) for value in values) or _is_length(survey, key):
+            continue
+        drawn = sorted({number for d in survey.drawn_samples for k, number in d.flags if k == key})
+        beside = (min(drawn, default=0) - 1, max(drawn, default=0) + 1)
+        numbers = dict.fromkeys((*drawn, *in_code, *range(SMALL_NUMBERS), *beside))
+        found[key] = [n for n in numbers if n not in {int(value) for value in values}]
+    return found
+
+
+def _is_whole_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not (value.is_floating_point() or value.is_complex())
+    return isinstance(value, int)
+
+
+def _is_length(survey: DatasetSurvey, key: str) -> bool:
+    """Whether the numbers of a key are sizes of other inputs of their samples."""
+    numbers = [(dict(d.flags)[key], d.shapes) for d in survey.drawn_samples if key in dict(d.flags)]
+    sizes = ({1}.union(*shapes.values()) for _, shapes in numbers)
+    return len({n for n, _ in numbers}) > 1 and all(n in s for (n, _), s in zip(numbers, sizes, strict=True))
+
+
+def inputs_of_blocks(module: ModuleOp, model: nn.Module, keys: Collection[str]) -> list[str]:
+    """Returns those of the samples' keys from which a block takes values that is none of torch's own modules,
+    and those that are no inputs of forward, from which `collate` makes these."""
+    modules, found = dict(model.named_modules()), set(keys)
+    for source in (op for op in module.walk() if isinstance(op, InputOp)):
+        found.discard(source.key.data)
+    for source in (op for op in module.walk() if isinstance(op, InputOp) and op.key.data in keys):
+        waiting, seen = list[Operation]([source]), set[Operation]()
+        while waiting:
+            for op in users_of(waiting.pop()):
+                if isinstance(op, CallOp):
+                    block = type(modules.get(op.target.data))
+                    found |= set() if block.__module__.startswith("torch.") else {source.key.data}
+                elif op not in seen:
+                    seen.add(op)
+                    waiting.append(op)
+    return sorted(found)
+
+
+def put_numbers(samples: Sequence[Mapping[str, Any]], key: str, numbers: Sequence[int]) -> list[Sample]:
+    """Returns the samples with the numbers at a key, in turn. A sample that cannot have its number, as a
+    boolean or a short integer, keeps its own."""
+    changed, turn = list[Sample](), itertools.cycle(numbers)
+    for sample in samples:
+        new = _replace_one(sample[key], next(turn)) if key in sample else None
+        changed.append(dict(sample) if new is None else {**sample, key: new})
+    return changed
 
 
 def _is_single(samples: Sequence[Mapping[str, Any]], key: str) -> bool:
@@ -196,6 +281,8 @@ def _replace_one(old: Any, value: float) -> Any:
         if not old.numel() or old.is_complex() or (is_float and old.numel() > 1):
             return None
         if not is_float and (value != int(value) or (old.dtype is torch.bool and value not in (0, 1))):
+            return None
+        if not is_float and old.dtype is not torch.bool and abs(value) > torch.iinfo(old.dtype).max:
             return None
         new = old.clone()
         new.view(-1)[old.numel() // 2] = value

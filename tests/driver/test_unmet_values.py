@@ -10,8 +10,9 @@ import torch
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
-from secc.driver.unmet_values import AskedNumber, ComparisonWatch, iter_unmet_values
+from secc.driver.unmet_values import AskedNumber, ComparisonWatch, iter_unmet_values, whole_numbers
 from secc.errors import InexactPlan
+from secc.frontend.dataset.survey import DatasetSurvey, DrawnSample
 from tests.models import unmet_task
 
 MODEL = Path(unmet_task.__file__)
@@ -40,6 +41,83 @@ def test_a_task_that_python_reads_is_compared(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(text)
     with pytest.raises(InexactPlan, match=r"where 'task' is 7, which this line asks for"):
         check(tmp_path / "model.py")
+
+
+RARE = "(conditions[0] == RARE_TASK).any()"
+LARGE = "conditions[0] + 1000"
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "any({7: True}.get(int(task), False) for task in conditions[0])",
+        "any(int(task) % 4 == 3 and int(task) > 3 for task in conditions[0])",
+        "((conditions[0] - 7.0).abs() < 0.5).any()",
+        f"torch.isin({LARGE}, torch.tensor([1007, 1009])).any()",
+        f"{{1007, 1009}} & set(({LARGE}).tolist())",
+    ],
+)
+def test_a_task_that_code_finds_in_another_way_is_compared(tmp_path: Path, condition: str) -> None:
+    text = MODEL.read_text().replace(RARE, condition)
+    if LARGE in condition:
+        text = text.replace(LARGE, "conditions[0]").replace("else i % 5", "else 1000 + i % 5")
+    assert RARE not in text
+    (tmp_path / "model.py").write_text(text)
+    with pytest.raises(InexactPlan, match=r"where 'task' is (7|1007|1009), which .*no compared sample has"):
+        check(tmp_path / "model.py")
+
+
+def test_a_task_with_a_weight_for_the_mean_of_the_batch_is_compared(tmp_path: Path) -> None:
+    old = f"if {RARE}:\n            y = y - y.mean(0, keepdim=True)"
+    new = "y = y - (conditions[0] - 5).clamp(min=0).float().mean() * y.mean(0, keepdim=True)"
+    text = MODEL.read_text().replace(old, new)
+    assert new in text
+    (tmp_path / "model.py").write_text(text)
+    with pytest.raises(InexactPlan, match=r"where 'task' is 6, which no compared sample has"):
+        check(tmp_path / "model.py")
+
+
+FUNCTION = """
+def center(y, task):
+    if y.isnan().any():
+        raise ValueError("not a number")
+    if any(int(t) == RARE_TASK for t in task):
+        y = y - y.mean(0, keepdim=True)
+    return y
+
+
+class TaggedReader"""
+
+
+def test_a_task_that_a_function_between_modules_reads_is_compared(tmp_path: Path) -> None:
+    text = MODEL.read_text().replace("\nclass TaggedReader", FUNCTION).replace(RARE, "False")
+    text = text.replace("        return F.cross", "        x = center(x, task)\n        return F.cross")
+    text = text.replace("RARE_TASK = 7", "RARE_TASK = 1007").replace("else i % 5", "else 1000 + i % 5")
+    (tmp_path / "model.py").write_text(text)
+    with pytest.raises(InexactPlan, match=r"where 'task' is 1007, which this line asks for"):
+        check(tmp_path / "model.py")
+
+
+def test_a_drawn_task_that_is_not_among_the_compared_samples_is_tried_first() -> None:
+    samples = [{"task": torch.tensor(i)} for i in (0, 1)]
+    drawn = tuple(
+        DrawnSample(i, {"task": (1,)}, frozenset(), None, flags=frozenset({("task", i)}))
+        for i in (0, 1, 2000)
+    )
+    survey = DatasetSurvey(drawn, frozenset({"task"}), frozenset())
+    tried = whole_numbers(survey, samples, [AskedNumber("net.py:3", "eq", 500, is_whole=True)])["task"]
+    assert tried[:4] == [2000, 500, 2, 3]
+
+
+def test_numbers_that_are_lengths_of_other_inputs_keep_their_values() -> None:
+    lengths = (4, 5, 9)
+    drawn = tuple(
+        DrawnSample(i, {"x": (1, n), "n": (1,)}, frozenset(), None, flags=frozenset({("n", n)}))
+        for i, n in enumerate(lengths)
+    )
+    survey = DatasetSurvey(drawn, frozenset({"x", "n"}), frozenset())
+    samples = [{"x": torch.zeros(n), "n": torch.tensor(n)} for n in lengths]
+    assert not whole_numbers(survey, samples, [])
 
 
 def test_a_flag_that_no_drawn_sample_has_is_compared(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def survey_dataset(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bo
     has_collate = user.defines("collate")
     shapes: dict[int, KeyShapes] = {}
     samples: dict[int, Sample] = {}
+    flags: dict[int, frozenset[Flag]] = {}
     pattern_counts: Counter[frozenset[str]] = Counter()
     full_masks_seen: dict[frozenset[str], set[frozenset[str]]] = {}
     flags_seen: dict[frozenset[str], set[Flag]] = {}
@@ -70,7 +71,8 @@ def survey_dataset(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bo
         if i not in kept and _has_new_flag(sample, met) and kept_for_flags[keys] < KEPT_FLAG_SAMPLES:
             kept.add(i)
             kept_for_flags[keys] += 1
-        met |= flags_of(sample)
+        flags[i] = flags_of(sample)
+        met |= flags[i]
         samples[i] = sample if i in kept else _drop_data(sample)
     if not samples:
         raise UserError(
@@ -87,7 +89,13 @@ def survey_dataset(user: UserModel, count: int = 64, seed: int = 0, skip_bad: bo
     required = all_keys.intersection(*shapes.values())
     user.check_batch_keys(all_keys, required)
     drawn = (
-        DrawnSample(i, shapes[i], frozenset(shapes[i]) - required, samples[i] if i in kept else None)
+        DrawnSample(
+            i,
+            shapes[i],
+            frozenset(shapes[i]) - required,
+            samples[i] if i in kept else None,
+            flags=flags[i],
+        )
         for i in samples
     )
     return DatasetSurvey(tuple(drawn), required, all_keys - required, skipped_samples=tuple(skipped))

@@ -48,13 +48,14 @@ HEAVY_MEDIAN_RATIO = 2
 class DrawnSample:
     """A sample of the survey: its dataset index, the shapes of `collate([sample])`, its pattern, and the
     sample itself if it was kept in memory. is_rare: it takes a path through forward that the samples kept
-    first do not take."""
+    first do not take. flags: its conditions and whole numbers."""
 
     index: int
     shapes: KeyShapes
     pattern: InputPattern
     sample: Sample | None
     is_rare: bool = False
+    flags: frozenset[Flag] = frozenset()
 
 
 @dataclass(frozen=True)
