@@ -68,6 +68,12 @@ SOFTMAX_REMEDY = (
     " in dataset() if its values are large"
 )
 
+_CUMSUM_REMEDY = (
+    "sums of each sample's rows are exact with index_add: `place = torch.repeat_interleave(torch.arange("
+    "len(lengths)), lengths)`, `h.new_zeros(len(lengths), h.shape[-1]).index_add(0, place, h)`; else let each"
+    " sample have its own row of a padded tensor and sum along that"
+)
+
 
 def find_mixing(ctx: LossContext, op: Computation) -> BadState | None:
     """The bad state of an op that is known to make samples depend on each other, None for any other op."""
@@ -104,6 +110,8 @@ def find_mixing(ctx: LossContext, op: Computation) -> BadState | None:
     why = "works along a dim that carries samples"
     if name in {"_softmax", "softmax"} and ctx.is_input_only(op.operands[0]):
         return ctx.refuse_op(op, why, SOFTMAX_REMEDY)
+    if name == "cumsum" and rank > 1:
+        return ctx.refuse_op(op, why, _CUMSUM_REMEDY)
     return ctx.refuse_op(op, why)
 
 
