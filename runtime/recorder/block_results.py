@@ -73,8 +73,9 @@ def is_large_input(tensor: torch.Tensor) -> bool:
 
 
 def find_fakes(tensors: list[torch.Tensor]) -> frozenset[int]:
-    """Return the places of the tensors without values."""
-    return frozenset(i for i, tensor in enumerate(tensors) if is_fake(tensor))
+    """Return the places of the tensors without values that have dims. A scalar may be the loss so far: a
+    call that leaves it alone is no part of it."""
+    return frozenset(i for i, tensor in enumerate(tensors) if is_fake(tensor) and tensor.dim())
 
 
 def copy_without_values(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
