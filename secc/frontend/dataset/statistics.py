@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from secc.errors import UserError
@@ -91,10 +92,14 @@ def apply_declared_sizes(user: UserModel, survey: DatasetSurvey, inputs: ModelIn
     with hidden_ranks():  # once: it takes longer than most calls of sizes(i)
         for d, sizes in zip(survey.drawn_samples, inputs.sample_sizes, strict=True):
             declared.check_sample(SampleMeta(d.index, d.pattern, sizes), declared.sample_metadata(d.index))
-        length, start = len(user.dataset()), time.perf_counter()
+        length, metas, seconds = len(user.dataset()), list[SampleMeta](), list[float]()
         count = min(length, MAX_DECLARED_SAMPLES)
-        metas = [declared.sample_metadata(k * length // count) for k in range(count)]
-        is_fast = time.perf_counter() - start < SLOW_CALL_S * count
+        for k in range(count):
+            start = time.perf_counter()
+            metas.append(declared.sample_metadata(k * length // count))
+            seconds.append(time.perf_counter() - start)
+        # Of a busy machine, which stops some calls for long, nothing is seen in the median.
+        is_fast = median(seconds) < SLOW_CALL_S
         largest = [declared.sample_metadata(i) for i in _find_largest(user, length)] if is_fast else []
     known = {s.id for s in metas}
     return dataclasses.replace(

@@ -16,7 +16,9 @@ from secc.errors import UserError
 from secc.frontend.dataset import statistics
 from secc.frontend.dataset.input_symbols import describe_inputs
 from secc.frontend.dataset.sampling import survey_dataset
+from secc.runtime.data.declared_sizes import DeclaredSizes
 from secc.runtime.model.user_file import load_model_file
+from secc.runtime.plan.step_program import SampleMeta
 
 MODEL = """
 import torch
@@ -118,6 +120,26 @@ def test_the_largest_samples_are_searched_in_the_whole_dataset(
     monkeypatch.setattr(statistics, "SLOW_CALL_S", 0.0)
     inputs = statistics.apply_declared_sizes(user, survey, describe_inputs(user, survey))
     assert inputs.largest_samples == ()
+
+
+def test_a_busy_machine_does_not_keep_the_largest_samples_from_being_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes run for a second in every twentieth call of sizes(i), which takes a microsecond."""
+    user = load_model_file(model_file(tmp_path, rare="1 if i != 501 else 60", sizes=True))
+    survey = survey_dataset(user)
+    inputs = describe_inputs(user, survey)
+    calls, call = list[int](), DeclaredSizes.sample_metadata
+
+    def counted(self: DeclaredSizes, index: int) -> SampleMeta:
+        calls.append(index)
+        return call(self, index)
+
+    monkeypatch.setattr(DeclaredSizes, "sample_metadata", counted)
+    monkeypatch.setattr(statistics, "MAX_DECLARED_SAMPLES", 100)
+    monkeypatch.setattr(statistics.time, "perf_counter", lambda: len(calls) * 1e-6 + len(calls) // 20)
+    found = statistics.apply_declared_sizes(user, survey, inputs)
+    assert [sizes["n_rows"] for _, sizes in found.largest_samples] == [60]
 
 
 def test_sizes_that_are_wrong_are_refused_when_the_plan_is_made(
