@@ -199,7 +199,7 @@ def whole_numbers(
     those of other drawn samples, those that code asks for, then small ones. Left out are inputs that say how
     long others are."""
     found = dict[str, list[int]]()
-    in_code = sorted({int(a.number) for a in asked if a.is_whole and a.number == int(a.number)})
+    in_code = sorted({int(a.number) for a in asked if a.is_whole and float(a.number).is_integer()})
     for key in sorted({key for s in samples for key in s}):
         values = [s[key] for s in samples if key in s]
         if not all(_is_whole_number(value) for value in values) or _is_length(survey, key):
@@ -280,7 +280,9 @@ def _replace_one(old: Any, value: float) -> Any:
         is_float = old.is_floating_point()
         if not old.numel() or old.is_complex() or (is_float and old.numel() > 1):
             return None
-        if not is_float and (value != int(value) or (old.dtype is torch.bool and value not in (0, 1))):
+        if not is_float and (
+            not float(value).is_integer() or (old.dtype is torch.bool and value not in (0, 1))
+        ):
             return None
         if not is_float and old.dtype is not torch.bool and abs(value) > torch.iinfo(old.dtype).max:
             return None
@@ -290,5 +292,5 @@ def _replace_one(old: Any, value: float) -> Any:
     if isinstance(old, bool):
         return bool(value) if value in (0, 1) else None
     if isinstance(old, int):
-        return int(value) if value == int(value) else None
+        return int(value) if float(value).is_integer() else None
     return type(old)(value) if isinstance(old, float) else None

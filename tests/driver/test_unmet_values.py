@@ -155,3 +155,11 @@ def test_both_sides_of_an_order_are_tried() -> None:
     samples = [{"t": torch.tensor(0.5)}, {"t": torch.tensor(0.25)}]
     tried = [float(unmet.samples[0]["t"]) for _, unmet in iter_unmet_values({late: {False}}, samples)]
     assert min(tried) < 0.8 < max(tried)
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_no_whole_number_is_infinite(number: float) -> None:
+    asked = AskedNumber("net.py:3", "eq", number, is_whole=False)
+    assert not list(
+        iter_unmet_values({asked: {False}}, [{"task": torch.tensor(1)}, {"task": torch.tensor(2)}])
+    )
