@@ -315,13 +315,23 @@ class MicroBatchComposer:
         Co-scheduled sections get the same assignment; if they are on several groups of ranks, the busiest
         group decides.
         """
+        return self._assign_all(_find_enclosing(self.graph.co_scheduled_sections()))
+
+    def assign_anywhere(self) -> bool:
+        """Lets samples leave the replicas that enclose those of other sections; returns whether there are
+        any such replicas. Loads are more even then, and more ranks wait for each other."""
+        if not any(_find_enclosing(groups := self.graph.co_scheduled_sections())):
+            return False
+        self.assignment = self._assign_all([None] * len(groups))
+        return True
+
+    def _assign_all(self, enclosing: Sequence[EnclosingReplicas | None]) -> ReplicaAssignment:
         load: dict[int, int] = defaultdict(int)
         samples_by_replica: dict[str, list[list[int]]] = {}
         critical: list[list[SamplePositions]] = []
         # Replicas that enclose others come first, then those with most work per rank: the others then fill
         # what these leave free.
         weighed = [*map(self._weigh_sections, self.graph.co_scheduled_sections())]
-        enclosing = _find_enclosing([sections for _, _, sections in weighed])
         order = sorted(
             range(len(weighed)),
             key=lambda g: (

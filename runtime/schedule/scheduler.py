@@ -356,6 +356,10 @@ def _try_candidates(composer: MicroBatchComposer, lower_bound: MakespanBound) ->
             break
         candidate = _build_candidate(composer, composer.compose_by_priority(rule))
         best = candidate if candidate.makespan < best.makespan else best
+    is_affordable = affordable_runs(best.task_count, best.makespan, lambda: 0, PRIORITY_RULE_TRIES)
+    if is_affordable and composer.assign_anywhere():
+        candidate = _build_candidate(composer, composer.compose_by_priority(first))
+        best = candidate if candidate.makespan < best.makespan else best
     return best
 
 

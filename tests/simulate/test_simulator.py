@@ -41,7 +41,7 @@ def cluster(latency=10, gb_s=1, per_node=8, **overheads):
         "kind": "cpu",
         "backend": "cpu",
         "gflops": [["f32", 20]],
-        "memory": 1,
+        "memory": 1 << 40,
         "memory_bytes_per_s": 10**9,
         "efficiency_percent": 50,
         "op_ns": 1,

@@ -328,6 +328,24 @@ def test_replicas_inside_wider_ones_keep_to_their_memory_without_waiting_for_oth
     assert makespan <= 1.02 * schedule_bound(p, samples).ns
 
 
+def test_samples_leave_a_wider_replica_where_that_balances_ranks() -> None:
+    """About half of 32 samples have images. If these stay on the pair of ranks that has their text, the step
+    takes 1.018 of its bound."""
+    vision = make_section("vision", range(8), when=IMAGE, forward="4000000*I", backward="8000000*I")
+    lm = make_section("lm", range(8), tp=2, forward="10000*S", backward="20000*S")
+    p = make_plan([vision, lm], [make_edge("vision", "lm")], 8)
+    samples = mixed_samples(32, 0.5, seed=2)
+    step, makespan = schedule_with_makespan(p, samples)
+    places = {
+        (name, position): m.replica // (2 if name == "vision" else 1)
+        for name, micro_batches in step.micro_batches.items()
+        for m in micro_batches
+        for position in m.samples
+    }
+    moved = [p for name, p in places if name == "vision" and places["vision", p] != places["lm", p]]
+    assert moved and makespan <= 1.01 * schedule_bound(p, samples).ns
+
+
 def test_a_rank_exceeds_its_limit_as_soon_as_nothing_it_depends_on_runs() -> None:
     """On ranks 0 and 1 the last task needs both others, and one of them may be in flight. Rank 2 has nothing
     to do with them."""
