@@ -46,14 +46,20 @@ def exposed_sums_ns(sums_ns: int, parameter_bytes: int, last_backward_ns: int) -
     return max(sums_ns - hidden, bucket * sums_ns // parameter_bytes)
 
 
-def update_times(work: Workload, load: SectionLoad, dp: int, sharding: str) -> UpdateTimes:
-    """What follows the backwards of a section on one of its ranks (memoised)."""
-    if (dp, sharding) not in load.cached_updates:
-        load.cached_updates[dp, sharding] = _price_update(work, load, dp, sharding)
-    return load.cached_updates[dp, sharding]
+def update_times(
+    work: Workload, load: SectionLoad, dp: int, sharding: str, stages_between: int = 1
+) -> UpdateTimes:
+    """What follows the backwards of a section on one of its ranks (memoised). stages_between: how many stages
+    of a replica lie on ranks between a stage and the same stage of the next replica, itself included."""
+    key = dp, sharding, stages_between
+    if key not in load.cached_updates:
+        load.cached_updates[key] = _price_update(work, load, dp, sharding, stages_between)
+    return load.cached_updates[key]
 
 
-def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> UpdateTimes:
+def _price_update(
+    work: Workload, load: SectionLoad, dp: int, sharding: str, stages_between: int
+) -> UpdateTimes:
     cost, cluster = load.cost, work.cluster
     if load.mode != "train":
         return UpdateTimes(0, 0, 0, 0)
@@ -70,8 +76,9 @@ def _price_update(work: Workload, load: SectionLoad, dp: int, sharding: str) -> 
         # Every backward has summed its gradients.
         return UpdateTimes(0, 0, 0, step_ns(copies))
     # Experts are summed over the replicas that hold the same ones, all else over all replicas.
-    # `place` puts replicas of a stage, not stages of a replica, next to each other where sums take long.
-    replicas, stride = cost.expert_replicas, load.shape.tp
+    # `place` puts replicas of a stage, not stages of a replica, next to each other where sums take long and
+    # no other section has these ranks.
+    replicas, stride = cost.expert_replicas, load.shape.tp * stages_between
     experts = cost.expert_gradient_sum_bytes if replicas > 1 else 0
     if sharding == "none":
         sums = roofline.gradient_all_reduce_ns(

@@ -125,8 +125,8 @@ class SectionLoad:
     )
     forward_with_copies: Mapping[str, str] = field(default_factory=dict[str, str])
     weight_permille: Mapping[str, int] = field(default_factory=dict[str, int])
-    cached_updates: dict[tuple[int, str], UpdateTimes] = field(
-        init=False, repr=False, compare=False, default_factory=dict[tuple[int, str], UpdateTimes]
+    cached_updates: dict[tuple[int, str, int], UpdateTimes] = field(
+        init=False, repr=False, compare=False, default_factory=dict[tuple[int, str, int], UpdateTimes]
     )
     cached_gathers: dict[int, ParameterTransfers | None] = field(
         init=False, repr=False, compare=False, default_factory=dict[int, "ParameterTransfers | None"]

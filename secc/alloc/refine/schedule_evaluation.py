@@ -456,6 +456,8 @@ class PlanEvaluator:
         optimizer_ns = Counter[int]()
         reductions: list[TimedReduction] = []
         prefetch_ends = self._prefetch_ends(plan, order, timeline)
+        on_ranks = {(rank, s.user_section_name) for s in plan.sections for rank in s.mesh.ranks}
+        sections_on_rank = Counter(rank for rank, _ in on_ranks)
         for s in plan.sections:
             c = chosen[s.user_section_name]
             work, load = self._rank_load(s.user_section_name, c, s.stage)
@@ -464,7 +466,8 @@ class PlanEvaluator:
             for replica in ranks_by_replica(s):
                 for rank in replica:
                     program_ends[rank] = max(program_ends[rank], ends.get(replica[0], 0))
-            update = update_times(work, load, c.dp, c.sharding)  # of all chunks on the rank
+            shares_ranks = sections_on_rank[s.mesh.ranks[0]] > 1
+            update = update_times(work, load, c.dp, c.sharding, c.pp if shares_ranks else 1)  # of all chunks
             optimizer_ns.update(dict.fromkeys(ranks, update.optimizer // c.chunks))
             if update.sums or update.gathers:
                 share = Fraction(BUCKET_BYTES * c.chunks, max(1, load.cost.trainable_bytes))

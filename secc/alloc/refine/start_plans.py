@@ -57,8 +57,7 @@ def sections_with_experts(problem: Problem) -> list[str]:
 
 def plans_of_kinds(problem: Problem, best: Assignment, margin: float) -> list[Assignment]:
     """Returns, for each mixture of experts, the best plan with each other number of parts of the experts, and
-    with each other number of stages, also with all sections on the same devices, as far as it takes at most
-    `MAX_KIND_RATIO` times the best plan's step.
+    with each other number of stages, as far as it takes at most `MAX_KIND_RATIO` times the best plan's step.
 
     Replicas that exchange tokens wait for the one with the longest samples, and stages for the longest
     micro-batch: by closed forms such plans are hard to compare with each other.
@@ -71,8 +70,6 @@ def plans_of_kinds(problem: Problem, best: Assignment, margin: float) -> list[As
             for n in sorted({degree(c) for c in usable} - {degree(own)}):
                 other = exclude_candidates(problem, lambda c, degree=degree, n=n: degree(c) != n, (s,))
                 plans.append(solver.solve_within_limit(other))
-                if problem.strategy == "auto" and len(problem.sections) > 1:
-                    plans.append(solver.solve_within_limit(replace(other, strategy="colocate")))
     return [a for a in plans if a is not None]
 
 

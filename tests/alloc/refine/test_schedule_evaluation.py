@@ -10,10 +10,12 @@ from fractions import Fraction
 import pytest
 
 from secc.alloc.problem.build_problem import build_problem
-from secc.alloc.problem.parameter_update import update_times
+from secc.alloc.problem.parameter_update import UpdateTimes, update_times
 from secc.alloc.problem.pins import parse_pins
+from secc.alloc.problem.section_load import SectionLoad
 from secc.alloc.problem.types import Assignment, Problem
 from secc.alloc.problem.workload import Workload, build_workload
+from secc.alloc.refine import schedule_evaluation
 from secc.alloc.refine.prefetch_memory import with_prefetch_buffers
 from secc.alloc.refine.schedule_evaluation import Evaluation, EvaluationRequest, PlanEvaluator
 from secc.bounds.traffic import Traffic
@@ -95,6 +97,32 @@ def test_wide_replicas_sum_gradients_before_sections_that_end_later(
     some = [replace(x, id=i) for i, x in enumerate(some)]
     evaluated_ns, simulated_ns = evaluate_and_simulate(work, asked, assignment, some, monkeypatch)
     assert evaluated_ns == simulated_ns
+
+
+@pytest.mark.parametrize(("strategy", "between"), [("apart", 1), ("colocate", 2)])
+def test_replicas_of_a_stage_are_neighbours_only_on_ranks_of_their_own(
+    strategy: str, between: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On shared ranks another section needs their order, so other stages lie between replicas of a stage."""
+    work, _ = staged_problem(8)
+    ranks = 8 if strategy == "colocate" else 4
+    asked = build_problem(work, 8, strategy, parse_pins(["lm.pp=2", "lm.tp=1"], work.loads))
+    group = {"vision": "vision", "lm": "vision" if strategy == "colocate" else "lm"}
+    vision, lm = (next(i for i, c in enumerate(asked.sections[s]) if c.ranks == ranks) for s in GROUPS)
+    seen, price = set[tuple[str, int]](), update_times
+
+    def seen_times(work: Workload, load: SectionLoad, dp: int, sharding: str, stages: int) -> UpdateTimes:
+        seen.add((load.name, stages))
+        return price(work, load, dp, sharding, stages)
+
+    monkeypatch.setattr(schedule_evaluation, "update_times", seen_times)
+    evaluator, assignment = PlanEvaluator(work, asked), Assignment({"vision": vision, "lm": lm}, group)
+    evaluator.evaluate_batch(assignment, hand_out_ranks(asked, assignment))
+    assert {stages for name, stages in seen if name == "lm"} == {between}
+    over_nodes = replace(work, cluster=parse_cluster("2x8xH100"))
+    load = over_nodes.rank_load(over_nodes.loads["lm"], asked.sections["lm"][lm].shape)
+    near, far = (update_times(over_nodes, load, 8, "none", stages).sums for stages in (1, 2))
+    assert near < far
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
