@@ -235,7 +235,9 @@ def _build_stages(base: BaselineContext, section: Section, layout: BaselineLayou
         stage_ranks = tuple(
             r for k, r in enumerate(layout_of_section.ranks) if k // c.stage_ranks % c.pp == i
         )
-        forward, backward = (rank.stages.time_of_stage(text, i) for text in rank.pass_ns(c.recompute))
+        whole_forward, whole_backward = rank.pass_ns(c.recompute)
+        forward = rank.stages.forward_of_stage(whole_forward, i)
+        backward = rank.stages.backward_of_stage(whole_backward, i)
         stage_fields = (
             {"name": f"{section.name}.{i}", "pipeline": section.name, "stage": i} if c.pp > 1 else {}
         )

@@ -22,7 +22,7 @@ from secc.cost.model.framework_cost import cost_under_framework, saved_under_fra
 from secc.cost.model.patterns_and_transfers import InputPattern
 from secc.cost.model.recompute_cost import RECOMPUTED_LAYERS
 from secc.cost.model.section_cost import SectionCost
-from secc.cost.model.tp_pp_scaling import WHOLE_SECTION, StageShares, stage_shares
+from secc.cost.model.tp_pp_scaling import NO_ENDS, WHOLE_SECTION, StageEnds, StageShares, stage_shares
 from secc.cost.model.zero3_cost import ParameterTransfers, weight_copies
 from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.dialect.ops import SectionOp
@@ -105,7 +105,8 @@ class SectionLoad:
     active_patterns: tuple[InputPattern, ...]
     spread: SizeSpread = field(default_factory=SizeSpread)
     shape: ReplicaShape = WHOLE
-    end_shares: tuple[Fraction, Fraction] = (Fraction(0), Fraction(0))
+    end_shares: StageEnds = NO_ENDS
+    pass_end_shares: tuple[StageEnds, StageEnds] = (NO_ENDS, NO_ENDS)
     outside: tuple[Mapping[str, int], ...] = ()
     stages: StageShares = WHOLE_SECTION
     row_attention: str = "gather"
@@ -144,7 +145,14 @@ class SectionLoad:
 
     def stage_shares(self, shape: ReplicaShape) -> StageShares:
         """What the stages of a replica of this shape have; `self` is the load of the whole section."""
-        return stage_shares(self.cost.layers, shape.pp, self.end_shares, shape.chunks, shape.placement)
+        return stage_shares(
+            self.cost.layers,
+            shape.pp,
+            self.end_shares,
+            shape.chunks,
+            shape.placement,
+            self.pass_end_shares,
+        )
 
     def share_of_stage(self, shape: ReplicaShape, stage: int) -> RankShare | None:
         """What the ranks of a stage have of the section; None for the only stage."""

@@ -32,7 +32,7 @@ from secc.cost.model.patterns_and_transfers import (
     section_transfers,
 )
 from secc.cost.model.section_cost import SectionCost, ops_in_section, section_cost
-from secc.cost.model.tp_pp_scaling import PARAMETER_COUNTS
+from secc.cost.model.tp_pp_scaling import NO_ENDS, PARAMETER_COUNTS, StageEnds
 from secc.errors import UserError
 from secc.ir.analysis import sample_sizes
 from secc.ir.analysis.dataflow import get_number, get_string
@@ -268,10 +268,12 @@ def _build_section_load(
     sizes = {} if frequent is None else micro_batch_sizes(graph, frequent.sizes, 1)
     whole = SectionLoad(section, mode, section_cost(graph, section), "0", {}, "", active, mean_sizes=sizes)
     load = compute_rank_load(whole, WHOLE, cluster)
+    both, *passes = _shares_outside_layers(graph, load, cluster)
     return replace(
         load,
         spread=measure_spread(graph, active, f"{load.forward_ns} + {load.backward_ns['none']}"),
-        end_shares=_shares_outside_layers(graph, load, cluster),
+        end_shares=both,
+        pass_end_shares=(passes[0], passes[1]),
         outside=_count_outside_layers(graph, load),
     )
 
@@ -285,28 +287,33 @@ def _count_outside_layers(graph: GraphOp, load: SectionLoad) -> tuple[Mapping[st
     return tuple({key: getattr(cost, key) for key in PARAMETER_COUNTS} for cost in costs)
 
 
-def _shares_outside_layers(graph: GraphOp, load: SectionLoad, cluster: Cluster) -> tuple[Fraction, Fraction]:
+def _shares_outside_layers(graph: GraphOp, load: SectionLoad, cluster: Cluster) -> list[StageEnds]:
     """The fractions of a section's time, in thousandths, that mean samples spend before and behind its
-    layers."""
+    layers: of both passes, of the forward, and of the backward."""
     if load.cost.layers < 2:
-        return Fraction(0), Fraction(0)
+        return [NO_ENDS] * 3
     device = replace(cluster.device, overheads=Overheads())
 
-    def mean_ns(cost: SectionCost) -> Fraction:
-        forward = roofline.forward_ns_expression(cost, device)
-        backward = roofline.backward_ns_expression(cost, load.mode, device)
-        return sum(
-            (
-                p.share * evaluate_expr(f"{forward} + {backward}", micro_batch_sizes(graph, p.sizes, 1))
-                for p in load.active_patterns
-            ),
-            Fraction(0),
+    def mean_ns(cost: SectionCost) -> tuple[Fraction, Fraction]:
+        texts = (
+            roofline.forward_ns_expression(cost, device),
+            roofline.backward_ns_expression(cost, load.mode, device),
         )
+        sizes = [(p.share, micro_batch_sizes(graph, p.sizes, 1)) for p in load.active_patterns]
+        forward, backward = (
+            sum((share * evaluate_expr(text, own) for share, own in sizes), Fraction(0)) for text in texts
+        )
+        return forward, backward
 
-    before = mean_ns(section_cost(graph, load.section, "before"))
-    behind = mean_ns(section_cost(graph, load.section, "behind"))
-    whole = max(1, mean_ns(load.cost), before + behind)
-    return Fraction(round(1000 * before / whole), 1000), Fraction(round(1000 * behind / whole), 1000)
+    parts = (section_cost(graph, load.section, "before"), section_cost(graph, load.section, "behind"))
+    before, behind, whole = map(mean_ns, (*parts, load.cost))
+
+    def ends(*passes: int) -> StageEnds:
+        first, last = sum(before[i] for i in passes), sum(behind[i] for i in passes)
+        all_ns = max(1, sum(whole[i] for i in passes), first + last)
+        return Fraction(round(1000 * first / all_ns), 1000), Fraction(round(1000 * last / all_ns), 1000)
+
+    return [ends(0, 1), ends(0), ends(1)]
 
 
 def _order_sections(graph: GraphOp, edges: Iterable[SectionTransfer]) -> list[tuple[str, SectionOp]]:

@@ -348,7 +348,7 @@ class PlanEvaluator:
             stage_ranks = tuple(r for k, r in enumerate(ranks) if k // c.stage_ranks % c.pp == place)
             limit = room_at(i)
             longest = micro_batch_time_expressions(work, load, c.dp, c.sharding, c.recompute)
-            own_ns = [load.stages.time_of_stage(text, i) for text in longest]
+            own_ns = load.stages.forward_of_stage(longest[0], i), load.stages.backward_of_stage(longest[1], i)
             held = load.cost_under_recompute(c.recompute)
             part = load.stages.held[i] / load.stages.layers if c.chunks > 1 else Fraction(1)
             weight_permille = load.weight_permille.get(c.recompute, 0) if i or awaited else 0
@@ -383,8 +383,8 @@ class PlanEvaluator:
                         s.ranks,
                         replace(
                             s.cost,
-                            forward_ns=load.stages.time_of_stage(s.cost.forward_ns, i),
-                            backward_ns=load.stages.time_of_stage(s.cost.backward_ns, i),
+                            forward_ns=load.stages.forward_of_stage(s.cost.forward_ns, i),
+                            backward_ns=load.stages.backward_of_stage(s.cost.backward_ns, i),
                         ),
                     )
                     for s in subgroups

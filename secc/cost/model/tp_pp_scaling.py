@@ -180,12 +180,15 @@ class StageShares:
     times: the fractions of its time that the stages take, first to last.
     longest: the fraction of its time that the longest rank takes, with all its stages.
     held: the fractions of its layers that the stages have, first to last.
+    forwards, backwards: the fractions of its forward and of its backward that the stages take, first to last.
     """
 
     layers: Fraction
     times: tuple[Fraction, ...]
     longest: Fraction
     held: tuple[Fraction, ...]
+    forwards: tuple[Fraction, ...]
+    backwards: tuple[Fraction, ...]
 
     def of_rank(self, own: Sequence[int]) -> StageShares:
         """The parts where `layers` and `longest` are those of the rank with the stages `own`."""
@@ -197,29 +200,38 @@ class StageShares:
         whole, part = self.longest.numerator, self.longest.denominator
         return longest_ns * part // whole if longest_ns >= 0 else -(-longest_ns * part // whole)
 
-    def time_of_stage(self, text: str, stage: int) -> str:
-        """The time of the stage of this number, given the longest rank's as an expression."""
-        own = self.times[stage]
-        return text if own == self.longest else scale_expression(text, own / self.longest)
+    def forward_of_stage(self, text: str, stage: int) -> str:
+        """The forward of the stage of this number, given that of the longest rank as an expression, which has
+        its share of the whole time."""
+        return scale_expression(text, self.forwards[stage] / self.longest)
+
+    def backward_of_stage(self, text: str, stage: int) -> str:
+        """The backward of the stage of this number, given that of the longest rank."""
+        return scale_expression(text, self.backwards[stage] / self.longest)
 
 
-WHOLE_SECTION = StageShares(Fraction(1), (Fraction(1),), Fraction(1), (Fraction(1),))
+_ALL = (Fraction(1),)
+WHOLE_SECTION = StageShares(Fraction(1), _ALL, Fraction(1), _ALL, _ALL, _ALL)
+StageEnds = tuple[Fraction, Fraction]  # fractions of a time that pass before and behind a section's layers
+NO_ENDS = Fraction(0), Fraction(0)
 
 
 @cache
 def stage_shares(
     layers: int,
     pp: int,
-    ends: tuple[Fraction, Fraction] = (Fraction(0), Fraction(0)),
+    ends: StageEnds = NO_ENDS,
     chunks: int = 1,
     placement: str = "loop",
+    pass_ends: tuple[StageEnds, StageEnds] | None = None,
 ) -> StageShares:
     """What the stages, `chunks` on each of `pp` ranks, have of a section with so many equal layers.
 
     ends: the fractions of its time that pass before its layers, in the first stage, and behind them, in the
-    last one. The longest stage is as short as possible, and the others are as even as whole layers allow, as
-    in `secc.passes.boundaries.stage_cuts.balance_stages`: each layer goes to the stage that has least, and of
-    equal ones to the latest, which holds fewest micro-batches.
+    last one; `pass_ends` has those of its forward and of its backward, which differ where a head computes
+    gradients in its forward. The longest stage is as short as possible, and the others are as even as whole
+    layers allow, as in `secc.passes.boundaries.stage_cuts.balance_stages`: each layer goes to the stage that
+    has least, and of equal ones to the latest, which holds fewest micro-batches.
     """
     stages = pp * chunks
     if stages == 1:
@@ -233,8 +245,7 @@ def stage_shares(
         time, stage = queue[0]
         held[-stage] += 1
         heapreplace(queue, (time + one_layer, stage))
-    times = [n * one_layer for n in held]
-    times[0], times[-1] = times[0] + ends[0], times[-1] + ends[1]
+    times = _times_of_stages(held, ends)
     on_rank: dict[int, list[int]] = {}
     for stage in range(stages):
         on_rank.setdefault(rank_position(stage, pp, placement), []).append(stage)
@@ -242,7 +253,15 @@ def stage_shares(
     longest = max(sum((times[i] for i in own), Fraction(0)) for own in on_rank.values())
     # A stage without a layer, in front of a long head, still has weights and activations of its own.
     parts = tuple(Fraction(max(1, n), layers) for n in held)
-    return StageShares(Fraction(most, layers), tuple(times), longest, parts)
+    forwards, backwards = (_times_of_stages(held, own) for own in pass_ends or (ends, ends))
+    return StageShares(Fraction(most, layers), times, longest, parts, forwards, backwards)
+
+
+def _times_of_stages(held: Sequence[int], ends: StageEnds) -> tuple[Fraction, ...]:
+    """The fractions of a time that stages take which hold so many layers each."""
+    times = [n * (1 - ends[0] - ends[1]) / sum(held) for n in held]
+    times[0], times[-1] = times[0] + ends[0], times[-1] + ends[1]
+    return tuple(times)
 
 
 def cost_on_rank(cost: SectionCost, tp: int, stages: StageShares = WHOLE_SECTION) -> SectionCost:

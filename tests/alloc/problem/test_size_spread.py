@@ -125,7 +125,7 @@ def test_sums_of_gradients_hide_behind_the_last_backward_but_for_a_bucket() -> N
 
 def test_heads_make_the_last_stage_longer_and_give_its_layers_to_others() -> None:
     part, parts = Fraction(1, 16), (Fraction(1, 16),) * 16
-    assert stage_shares(48, 16) == StageShares(part, parts, part, parts)
+    assert stage_shares(48, 16) == StageShares(part, parts, part, parts, parts, parts)
     heavy = stage_shares(48, 16, (Fraction(0), Fraction(1, 4)))
     assert (heavy.layers, heavy.times[-1], heavy.longest) == (Fraction(4, 48), Fraction(1, 4), Fraction(1, 4))
     some = stage_shares(8, 2, (Fraction(0), Fraction(1, 5)))  # a layer takes a tenth; 5 layers, or 3
@@ -141,8 +141,20 @@ def test_only_as_many_stages_have_a_layer_more_as_there_are_layers_over() -> Non
     shares = stage_shares(80, 8, ends)
     in_layers = [time * 824 / 10 for time in shares.times]
     assert in_layers == [10, 10, 10, 10, 10, 11, 11, Fraction(104, 10)] and sum(shares.times) == 1
-    assert shares.time_of_stage("S", 0) == "(S)*10//11" and shares.time_of_stage("S", 5) == "S"
+    assert shares.forward_of_stage("S", 0) == "(S)*10//11" and shares.backward_of_stage("S", 5) == "S"
     assert shares.sum_over(110) == 824
+
+
+def test_a_head_that_computes_gradients_in_its_forward_makes_the_last_forward_longer() -> None:
+    """The forward takes 12, with 4 in the head, and the backward 24, all of it in the layers."""
+    none = Fraction(0)
+    shares = stage_shares(8, 2, (none, Fraction(4, 36)), pass_ends=((none, Fraction(1, 3)), (none, none)))
+    assert shares.held == (Fraction(1, 2), Fraction(1, 2)) and shares.longest == Fraction(20, 36)
+    assert shares.forwards == (Fraction(1, 3), Fraction(2, 3))
+    assert shares.backwards == (Fraction(1, 2), Fraction(1, 2))
+    at = {"F": int(1_080_000 * shares.longest), "B": int(2_160_000 * shares.longest)}
+    assert [evaluate_expr(shares.forward_of_stage("F", i), at) for i in (0, 1)] == [360_000, 720_000]
+    assert [evaluate_expr(shares.backward_of_stage("B", i), at) for i in (0, 1)] == [1_080_000, 1_080_000]
 
 
 def test_embeddings_are_in_the_first_stage() -> None:
