@@ -315,14 +315,14 @@ class MicroBatchComposer:
         Co-scheduled sections get the same assignment; if they are on several groups of ranks, the busiest
         group decides.
         """
-        return self._assign_all(_find_enclosing(self.graph.co_scheduled_sections()))
+        return self._assign_all([None] * len(self.graph.co_scheduled_sections()))
 
-    def assign_anywhere(self) -> bool:
-        """Lets samples leave the replicas that enclose those of other sections; returns whether there are
-        any such replicas. Loads are more even then, and more ranks wait for each other."""
-        if not any(_find_enclosing(groups := self.graph.co_scheduled_sections())):
+    def assign_inside(self) -> bool:
+        """Keeps each sample inside the replicas that enclose those of other sections; returns whether there
+        are any such replicas. Loads are less even then, and fewer ranks wait for each other."""
+        if not any(enclosing := _find_enclosing(self.graph.co_scheduled_sections())):
             return False
-        self.assignment = self._assign_all([None] * len(groups))
+        self.assignment = self._assign_all(enclosing)
         return True
 
     def _assign_all(self, enclosing: Sequence[EnclosingReplicas | None]) -> ReplicaAssignment:

@@ -205,8 +205,8 @@ def whole_numbers(
         if not all(_is_whole_number(value) for value in values) or _is_length(survey, key):
             continue
         drawn = sorted({number for d in survey.drawn_samples for k, number in d.flags if k == key})
-        beside = (min(drawn, default=0) - 1, max(drawn, default=0) + 1)
-        numbers = dict.fromkeys((*drawn, *in_code, *range(SMALL_NUMBERS), *beside))
+        outside = (min(drawn, default=0) - 1, max(drawn, default=0) + 1)
+        numbers = dict.fromkeys((*drawn, *in_code, *range(SMALL_NUMBERS), *outside))
         found[key] = [n for n in numbers if n not in {int(value) for value in values}]
     return found
 
