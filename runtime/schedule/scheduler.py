@@ -80,8 +80,8 @@ PRIORITY_RULE_TRIES = (
 # Time of planning a pipeline by another strategy, in the same unit, for each MAX_SIMULATED_REPLICAS replicas;
 # each of its moves estimates all of upstream.
 PIPELINE_ORDER_TRIES = 6
-# Samples stay inside wider replicas on the same ranks if the makespan is shorter by more than 1/32: then
-# wide sections end last, and nothing hides the sums of their gradients.
+# Samples stay inside wider replicas on the same ranks only if the makespan is shorter by more than 1/32: the
+# wide sections end last then, so that nothing hides the sums of their gradients, which no makespan counts.
 INSIDE_MARGIN_DIVISOR = 32
 ALONE_TRIES = 5  # orders with more and more samples alone: none in the first one, all in the last one
 # Ranks that hold the same sections are of one kind. If more kinds than this have no memory for other samples
@@ -362,11 +362,8 @@ def _try_candidates(composer: MicroBatchComposer, lower_bound: MakespanBound) ->
     is_affordable = affordable_runs(best.task_count, best.makespan, lambda: 0, PRIORITY_RULE_TRIES)
     if is_affordable and composer.assign_inside():
         candidate = _build_candidate(composer, composer.compose_by_priority(first))
-        best = (
-            candidate
-            if candidate.makespan + candidate.makespan // INSIDE_MARGIN_DIVISOR < best.makespan
-            else best
-        )
+        most = best.makespan - candidate.makespan // INSIDE_MARGIN_DIVISOR
+        best = candidate if candidate.makespan < most else best
     return best
 
 

@@ -299,7 +299,7 @@ def test_sections_on_the_same_ranks_with_other_tp_do_not_block_each_other(encode
 
 
 @pytest.mark.parametrize(("encoder", "language"), [(1, 2), (1, 4), (2, 4)])
-def test_replicas_inside_wider_ones_keep_to_their_memory_without_waiting_for_other_replicas(
+def test_replicas_inside_wider_ones_that_lack_memory_do_not_wait_for_other_replicas(
     encoder: int, language: int
 ) -> None:
     """An encoder holds two samples or a few more, and a micro-batch of the language model has four."""
