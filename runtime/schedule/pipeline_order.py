@@ -173,7 +173,7 @@ def upstream_first_order(micro_batches: Sequence[int], load: PipelineLoad, leadi
     So gradients come back as early as they can, and upstream does not wait for them.
     """
     order = sorted(micro_batches, key=lambda m: (load.work_ns[m], m))
-    first = [m for m in order if not load.needs_upstream[m]][:leading]
+    first = [m for m in order if not load.needs_upstream[m] and not load.upstream_ns[m]][:leading]
     owing = [m for m in order if load.upstream_ns[m]]
     others = [m for m in order if not load.upstream_ns[m] and m not in first]
     return [*first, *owing[0::2], *reversed(owing[1::2]), *reversed(others)]

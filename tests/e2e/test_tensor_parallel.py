@@ -213,10 +213,10 @@ def test_what_a_hook_on_gradients_sees_stays_whole(tmp_path: Path) -> None:
         weight.register_hook(lambda g, first=first: torch.cat([0 * g[:first], g[first:]]))
     return found"""
     text = (MODELS / "nano.py").read_text()
-    (tmp_path / "nano.py").write_text(
+    (tmp_path / "hooked_nano.py").write_text(
         text.replace("    return Nano()", "    torch.manual_seed(0)\n" + hooked)
     )
-    model = write_recording_model("nano", tmp_path, tmp_path)
+    model = write_recording_model("hooked_nano", tmp_path, tmp_path)
     made = compile_and_write(
         model, tmp_path / "plan", cluster="local:2", global_batch=GLOBAL_BATCH, set=("model.tp=2",)
     )

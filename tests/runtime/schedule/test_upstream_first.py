@@ -25,6 +25,15 @@ def test_micro_batches_that_owe_upstream_go_first_behind_a_few_that_need_nothing
     assert pipeline_order.upstream_first_order(range(7), load, leading=2) == [0, 2, 1, 5, 3, 6, 4]
 
 
+def test_micro_batches_that_owe_upstream_although_they_need_nothing_are_ordered_once():
+    samples = [schedule_mixes.text_sample(i, 100 * n) for i, n in enumerate((1, 2, 3, 4))]
+    p = schedule_mixes.vlm_plan(samples, 1, 1, 0.8, pipeline=schedule_mixes.PipelineShape(2, 4, True))
+    found = critical_pipeline_load(MicroBatchComposer(p, samples, SectionGraph(p)))
+    assert found is not None
+    load = dataclasses.replace(found[0], needs_upstream=[False] * 4, upstream_ns=[9, 0, 9, 0])
+    assert sorted(pipeline_order.upstream_first_order(range(4), load, leading=3)) == [0, 1, 2, 3]
+
+
 def test_an_encoder_with_more_to_do_than_the_pipeline_gets_its_gradients_early():
     """Eight stages behind an encoder with 1.3 times the work of a stage; with orders by size alone, in which
     it waits for gradients, the two steps take 1.112 and 1.014 times their bounds."""
