@@ -57,7 +57,7 @@ def why_whole_model(build: BuildOptimizer, trained: Mapping[str, torch.Tensor]) 
         given.extend(p for _, p in params)
         return build(params)
 
-    def note(tensor: torch.Tensor) -> None:
+    def note_parameter(tensor: torch.Tensor) -> None:
         if isinstance(tensor, nn.Parameter) and all(tensor is not p for p in given):
             found.append(current_source_line())
 
@@ -66,7 +66,7 @@ def why_whole_model(build: BuildOptimizer, trained: Mapping[str, torch.Tensor]) 
     try:
         optimizer = build([(n, nn.Parameter(start)) for n, start in starts.items()])
         if type(optimizer) not in ELEMENTWISE_OPTIMIZERS or has_hooks(optimizer):
-            with WatchedTensors(note):
+            with WatchedTensors(note_parameter):
                 whole = {n: (0, start.numel()) for n, start in starts.items()}
                 _step_on_part(build_and_note, starts, [starts] * len(_STEP_SCALES), whole)
     except Exception:  # whatever the user's code does with parameters that are not the model's

@@ -23,7 +23,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.model.source_lines import current_source_line
 from secc.runtime.plan.schema import Plan
 
-# What code may ask of a tensor whose entries it does not use.
+# Attributes and methods of a tensor that read none of its entries.
 _DESCRIPTIONS = {
     *(
         "shape",
@@ -43,7 +43,7 @@ Hook = Callable[..., Any]
 
 
 class WatchedTensors(TorchFunctionMode):
-    """Calls `note` with each tensor whose entries an operation uses."""
+    """Calls `note` with each tensor before an operation reads its entries."""
 
     def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class PartialWeights:
             return function
         found = {id(t): (n, reasons[n]) for n, t in self.tensors.items() if n in reasons}
 
-        def refuse(tensor: torch.Tensor) -> None:
+        def refuse_partial(tensor: torch.Tensor) -> None:
             name, reason = found.get(id(tensor), ("", ""))
             if name:
                 raise UserError(
@@ -102,11 +102,11 @@ class PartialWeights:
                 )
 
         @wraps(function)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with WatchedTensors(refuse):
+        def call_watched(*args: Any, **kwargs: Any) -> Any:
+            with WatchedTensors(refuse_partial):
                 return function(*args, **kwargs)
 
-        return watched
+        return call_watched
 
 
 def find_partial_weights(
@@ -119,8 +119,8 @@ def find_partial_weights(
     copied: Collection[str],
 ) -> PartialWeights:
     """Returns what code between steps may not use on a rank. canonical: one name for each parameter. trained:
-    the ranks that train each trained parameter. in_parts: parameters of which this rank has a part; copied:
-    those of which its optimizer has a part or a copy."""
+    the ranks that train each trained parameter. in_parts: parameters that this rank holds a part of. copied:
+    parameters that its optimizer updates in a part or a copy."""
     optimizing = {r for ranks in trained.values() for r in ranks}
     holders: dict[str, set[int]] = {}
     for section in plan.sections:

@@ -120,7 +120,7 @@ SENTENCES: dict[UnsplitKind, str] = {
     ),
     UnsplitKind.SMALL: "it is small",
     UnsplitKind.READ_BY_OTHER_CODE: "its parameter is read by code outside of its forward",
-    UnsplitKind.GRADIENT_HOOK: "a hook sees a gradient in it, of which ranks would have parts",
+    UnsplitKind.GRADIENT_HOOK: "a hook sees the gradient of its parameter, and would see a part on each rank",
     UnsplitKind.TAKEN_FROM_INSIDE: "a result from inside of it (attention weights) is returned past it",
     UnsplitKind.SMALL_MODEL_DIFFERS: (
         "the same layer of small_model() is split otherwise: it should have as many heads, of keys and values"

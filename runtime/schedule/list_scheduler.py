@@ -548,7 +548,7 @@ class _ListScheduler:
         other, directly or through others."""
         graph, parent, left = self.graph, list(range(self.graph.rank_count)), self.graph.rank_count
 
-        def root(rank: int) -> int:
+        def find_root(rank: int) -> int:
             while parent[rank] != rank:
                 parent[rank] = rank = parent[parent[rank]]
             return rank
@@ -561,11 +561,12 @@ class _ListScheduler:
         for task in range(len(graph.further_ranks)):
             pairs.update((rank_of[task], r) for r in graph.extra_ranks_of(task))
         for a, b in sorted(pairs):
-            if (first := root(a)) != (second := root(b)):
+            if (first := find_root(a)) != (second := find_root(b)):
                 parent[second], left = first, left - 1
                 if left == 1:
                     break
         members = defaultdict[int, list[int]](list)
         for rank in range(graph.rank_count):
-            members[root(rank)].append(rank)
-        return [root(r) for r in range(graph.rank_count)], {first: tuple(m) for first, m in members.items()}
+            members[find_root(rank)].append(rank)
+        group_of_rank = [find_root(rank) for rank in range(graph.rank_count)]
+        return group_of_rank, {first: tuple(ranks) for first, ranks in members.items()}

@@ -71,22 +71,22 @@ def scaled_gradient_hooks(model: nn.Module, scale: float) -> Iterator[None]:
 
 def _scale_hook(hook: Callable[..., Any], scale: float) -> Callable[..., Any]:
     @functools.wraps(hook)
-    def scaled(*args: Any) -> Any:
+    def run_scaled(*args: Any) -> Any:
         if isinstance(args[0], nn.Parameter):  # after its gradient has been added up
-            args[0].grad = multiply(args[0].grad, scale)
+            args[0].grad = scale_tensors(args[0].grad, scale)
             hook(args[0])
-            args[0].grad = multiply(args[0].grad, 1 / scale)
+            args[0].grad = scale_tensors(args[0].grad, 1 / scale)
             return None
-        given = multiply(args, scale)
+        given = scale_tensors(args, scale)
         found = hook(*given)
         if found is None and isinstance(args[0], torch.Tensor):
             found = given[0]  # which it may have changed
-        return multiply(found, 1 / scale)
+        return scale_tensors(found, 1 / scale)
 
-    def multiply(value: Any, factor: float) -> Any:
+    def scale_tensors(value: Any, factor: float) -> Any:
         return tree_map(lambda t: t * factor if isinstance(t, torch.Tensor) else t, value)
 
-    return scaled
+    return run_scaled
 
 
 def describe_hook(hook: Callable[..., Any]) -> tuple[str, str]:

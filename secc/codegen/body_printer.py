@@ -126,9 +126,9 @@ class BodyPrinter:
         return self._sample_count_source(name)
 
     def _sample_count_source(self, name: str) -> str:
-        """The number of samples of a micro-batch where no input has that many rows: from one whose rows are a
-        multiple of it and a number, such as both texts of each pair or the bounds of all, or else from the
-        section."""
+        """An expression for the samples of a micro-batch, if no input has one row for each of them. It
+        comes from an input with a fixed number of rows for each sample and a fixed number more (two texts
+        of each pair; the bounds of all samples, one more than there are), or else from the section."""
         symbol = size_expr.size_symbol(name)
         for key in (op for op in self.graph.body.block.ops if isinstance(op, KeyOp) and op.optional is None):
             for dim, size in enumerate(tensor_type(key.result).shape):

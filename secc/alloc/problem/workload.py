@@ -308,12 +308,12 @@ def _shares_outside_layers(graph: GraphOp, load: SectionLoad, cluster: Cluster) 
     parts = (section_cost(graph, load.section, "before"), section_cost(graph, load.section, "behind"))
     before, behind, whole = map(mean_ns, (*parts, load.cost))
 
-    def ends(*passes: int) -> StageEnds:
+    def shares_of_ends(*passes: int) -> StageEnds:
         first, last = sum(before[i] for i in passes), sum(behind[i] for i in passes)
         all_ns = max(1, sum(whole[i] for i in passes), first + last)
         return Fraction(round(1000 * first / all_ns), 1000), Fraction(round(1000 * last / all_ns), 1000)
 
-    return [ends(0, 1), ends(0), ends(1)]
+    return [shares_of_ends(0, 1), shares_of_ends(0), shares_of_ends(1)]
 
 
 def _order_sections(graph: GraphOp, edges: Iterable[SectionTransfer]) -> list[tuple[str, SectionOp]]:

@@ -1,4 +1,4 @@
-"""Code between steps that uses weights of which a rank has none, a part or a copy."""
+"""Hooks of the optimizer and `on_step` that use weights which a rank lacks, or holds as a part or a copy."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ def test_what_a_rank_does_not_hold_is_refused_everywhere_but_its_shape() -> None
 
 def test_hooks_may_use_the_part_that_the_optimizer_updates() -> None:
     optimizer = optim.SGD(NET.parameters(), lr=0.0)
-    optimizer.register_step_post_hook(lambda *_: print(NET.weight.norm()))
+    seen = list[float]()
+    optimizer.register_step_post_hook(lambda *_: seen.append(NET.weight.norm().item()))
     PartialWeights(1, {"weight": "has a part of it"}, {}, TENSORS).watch_hooks(optimizer)
     optimizer.step()
+    assert seen == [NET.weight.norm().item()]
