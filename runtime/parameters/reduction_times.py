@@ -35,7 +35,8 @@ def exposed_gather_ns(gather_ns: int, open_share: Fraction, forward_ns: int) -> 
     first layer. It needs those of the last layer when it has computed all other layers, which takes at least
     1 - `open_share` of its time.
     """
-    return max(int(open_share * gather_ns), gather_ns - int((1 - open_share) * forward_ns))
+    part, whole = open_share.numerator, open_share.denominator  # integers: fractions take ten times as long
+    return max(part * gather_ns // whole, gather_ns - (whole - part) * forward_ns // whole)
 
 
 def run_reductions(

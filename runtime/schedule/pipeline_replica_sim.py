@@ -105,12 +105,12 @@ class PipelineReplica:
 
 
 class _ForwardLimit:
-    """How many forwards a stage may have started, by the number of micro-batches that it has finished, and of
-    backwards that it has started. What backwards add must find room, too: each with what started after it,
-    once all before it are finished.
+    """How many forwards a stage may have started, by the number of micro-batches that it has finished.
 
     Always at least one more than are finished, so a micro-batch larger than the byte limit does not block the
-    stage. Without bytes that backwards add, it never falls, so it is found by going on from where it was.
+    stage. It never falls, so it is found by going on from where it was. What backwards add (`between`) must
+    find room, too: each with what started after it, once all before it are finished. Then the limit is the
+    number of micro-batches in flight alone, and `forward_fits` tells whether there is room.
     """
 
     def __init__(self, replica: PipelineReplica, stage: int, order: Sequence[int]) -> None:
@@ -125,8 +125,10 @@ class _ForwardLimit:
         if self._bytes_before and replica.between_bytes and replica.between_bytes[stage]:
             self.between = list(map(replica.between_bytes[stage].__getitem__, order))
             self._between_before = [0, *accumulate(self.between)]
-            # What a backward adds, less the bytes before its micro-batch.
+            # What a backward adds, less the bytes before its micro-batch; mostly the first one of some is the
+            # largest.
             self._between_after = list(map(int.__sub__, self.between, self._bytes_before))
+            self._falls = self._between_after == sorted(self._between_after, reverse=True)
         self._limit = 0
 
     def backward_fits(self, forwards: int, backwards: int, finished: int) -> bool:
@@ -134,22 +136,25 @@ class _ForwardLimit:
         held = self._bytes_before[forwards] - self._bytes_before[finished]
         return held + self._between_before[backwards + 1] - self._between_before[finished] <= self._byte_limit
 
-    def limit_after(self, finished: int, forwards: int = 0, backwards: int = 0) -> int:
-        """Returns the limit once `finished` micro-batches have been finished, no fewer than before; where
-        backwards add bytes, only whether it is above `forwards`."""
+    def forward_fits(self, forwards: int, backwards: int, finished: int) -> bool:
+        """Returns whether the next forward, which is within the limit, has room for its bytes and leaves
+        enough for what all in flight will add."""
+        if forwards == finished:
+            return True
+        until, added = self._bytes_before[forwards + 1], self._between_before
+        if until - self._bytes_before[finished] + added[backwards] - added[finished] > self._byte_limit:
+            return False
+        after = self._between_after
+        largest = after[backwards] if self._falls else max(after[backwards : forwards + 1])
+        return until + largest <= self._byte_limit
+
+    def limit_after(self, finished: int) -> int:
+        """Returns the limit once `finished` micro-batches have been finished, no fewer than before."""
         most = self._most_in_flight + finished
         if most > self._count:
             most = self._count
-        if not self._bytes_before or finished == self._count:
+        if not self._bytes_before or self.between or finished == self._count:
             return most
-        if self.between:
-            if forwards >= most or forwards == finished:
-                return most
-            until = self._bytes_before[forwards + 1]
-            held = until - self._bytes_before[finished]
-            held += self._between_before[backwards] - self._between_before[finished]
-            largest = max(self._between_after[backwards : forwards + 1])
-            return forwards + (held <= self._byte_limit and until + largest <= self._byte_limit)
         limit, before = max(self._limit, finished + 1), self._bytes_before
         allowed = before[finished] + self._byte_limit
         while limit < most and before[limit + 1] <= allowed:
@@ -266,9 +271,12 @@ class _SharedRankSimulation(_StageTimes):
         forwards, finished = self.done[0], self.done[2 if self.weight_ends else 1]
         best, least_round = -1, NEVER_NS
         for s in stages:
-            k = forwards[s]
-            limit = self.forward_limits[s].limit_after(finished[s], k, self.done[1][s])
-            if k < limit and self.forward_ready[s][k] <= time:
+            k, limit = forwards[s], self.forward_limits[s]
+            if (
+                self.forward_ready[s][k] <= time
+                and k < limit.limit_after(finished[s])
+                and (not limit.between or limit.forward_fits(k, self.done[1][s], finished[s]))
+            ):
                 if not self.round_size:
                     return s
                 if k // self.round_size <= least_round:
@@ -376,6 +384,7 @@ class _ReplicaSimulation(_StageTimes):
         weight_ends = self.weight_ends[s] if weight else []
         forward_limit = self.forward_limits[s]
         limit_after, between = forward_limit.limit_after, forward_limit.between
+        forward_fits = forward_limit.forward_fits
         next_action, idle_until = self.next_action, self.idle_until
         forward_ready, forward_ends = self.forward_ready[s], self.forward_ready[s + 1]
         backward_ready, backward_ends = self.backward_ready[s + 1], self.backward_ready[s]
@@ -386,7 +395,7 @@ class _ReplicaSimulation(_StageTimes):
         backward_after = [*self.durations[1][after % len(self.forward_limits)], NEVER_NS]
         next_forward, next_backward, next_weight = self.done[s]
         finished = next_weight if weight else next_backward
-        limit, time = limit_after(finished, next_forward, next_backward), (yield)
+        limit, time = limit_after(finished), (yield)
         now = time  # the clock: no stage starts anything earlier
         while True:
             backward_at = backward_ready[next_backward]
@@ -398,31 +407,34 @@ class _ReplicaSimulation(_StageTimes):
             ):
                 next_action[s] = time = weight_ends[next_weight] = time + weight[next_weight]
                 next_weight += 1
-                limit = limit_after(next_weight, next_forward, next_backward)
+                limit = limit_after(next_weight)
             elif backward_at <= time:
                 next_action[s] = time = backward_ends[next_backward] = time + backward[next_backward]
                 next_backward += 1
                 if not weight:
                     limit = limit_after(next_backward)
-                elif between:
-                    limit = limit_after(next_weight, next_forward, next_backward)
                 if time < idle_until[before]:  # wake the stage that the gradient goes to
                     next_action[before] = idle_until[before] = time
-            elif next_forward < limit and forward_ready[next_forward] <= time:
+            elif (
+                next_forward < limit
+                and forward_ready[next_forward] <= time
+                and (not between or forward_fits(next_forward, next_backward, next_weight))
+            ):
                 next_action[s] = time = forward_ends[next_forward] = time + forward[next_forward]
                 next_forward += 1
-                if between:
-                    limit = limit_after(next_weight, next_forward, next_backward)
                 if time < idle_until[after]:
                     next_action[after] = idle_until[after] = time
             elif weight and next_weight < next_backward:
                 next_action[s] = time = weight_ends[next_weight] = time + weight[next_weight]
                 next_weight += 1
-                limit = limit_after(next_weight, next_forward, next_backward)
+                limit = limit_after(next_weight)
             else:
                 # Nothing is ready: sleep until the earliest known input, or until a neighbour wakes the
                 # stage.
-                wake = min(backward_at, forward_ready[next_forward]) if next_forward < limit else backward_at
+                may_start = next_forward < limit and (
+                    not between or forward_fits(next_forward, next_backward, next_weight)
+                )
+                wake = min(backward_at, forward_ready[next_forward]) if may_start else backward_at
                 next_action[s] = idle_until[s] = wake
                 now = yield
                 idle_until[s] = 0
@@ -447,5 +459,6 @@ class _ReplicaSimulation(_StageTimes):
                 and forward_ready[next_forward] == NEVER_NS
                 and (now if idle_until[before] else next_action[before]) + forward_before[next_forward]
                 <= time
+                and (not between or forward_fits(next_forward, next_backward, next_weight))
             ):
                 time = now = yield

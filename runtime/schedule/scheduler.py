@@ -98,7 +98,8 @@ class ScheduleCandidate:
     compute. Replicas of `in_order_sections` run their forwards in the order of their micro-batches;
     `limited_sections` keep to their bytes although they may hold any number of micro-batches.
     `messages` are the pairs of micro-batches that exchange a tensor, and `task_ranges` the task numbers of
-    each section. `task_order` lists all tasks by start time; `makespan` is in ns.
+    each section. `task_order` lists all tasks by start time; `makespan` is in ns. `may_improve`: whether the
+    step is long enough for a search that was left out.
     """
 
     composer: MicroBatchComposer
@@ -108,6 +109,7 @@ class ScheduleCandidate:
     limited_sections: Container[str] = ()
     task_order: list[int] = field(default_factory=list[int])
     makespan: int = 0
+    may_improve: bool = False
 
     def __post_init__(self) -> None:
         micros = Schedule({name: t.micro_batches for name, t in self.tables.items()}, ())
@@ -188,14 +190,21 @@ def find_candidate(
 ) -> ScheduleCandidate:
     """Returns the candidate that `schedule_batch` writes programs for.
 
-    With `soon`, it is the first candidate, without search, which takes a fraction of the time. `packings`:
-    what was packed for other plans and the same samples; what is packed now is added.
+    With `soon`, it is the first candidate, without search, which takes a fraction of the time; where it has
+    no time for a search, the candidate is the same. `packings`: what was packed for other plans and the same
+    samples; what is packed now is added.
     """
+    asked = list[int]()
+
+    def no_gain() -> int:
+        asked.append(UNREACHABLE_NS)
+        return UNREACHABLE_NS
+
     with pause_gc():
         composer = MicroBatchComposer(plan, samples, SectionGraph(plan), packings)
-        return _find_candidate(
-            composer, (lambda: UNREACHABLE_NS) if soon else cache(composer.makespan_lower_bound)
-        )
+        best = _find_candidate(composer, no_gain if soon else cache(composer.makespan_lower_bound))
+        best.may_improve = bool(asked)  # without affordable tries, no bound was asked for
+        return best
 
 
 class FixedSchedule:

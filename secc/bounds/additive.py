@@ -41,10 +41,20 @@ LARGE_SIZE = 10**18  # of a symbol: a monomial of it is not rounded to 0
 @dataclass(frozen=True)
 class AdditiveParts:
     """Two expressions with a sum of at most the time: the additive part, and a rest that never falls when
-    samples are added."""
+    samples are added; as terms that branches share, and as sums of them."""
 
-    additive: str
-    rest: str
+    additive_terms: tuple[str, ...]
+    rest_terms: tuple[str, ...]
+
+    @property
+    def additive(self) -> str:
+        """The additive part."""
+        return _join_terms(self.additive_terms)
+
+    @property
+    def rest(self) -> str:
+        """The rest."""
+        return _join_terms(self.rest_terms)
 
 
 @cache
@@ -57,10 +67,7 @@ def split_additive(text: str, symbols: tuple[Symbol, ...]) -> tuple[AdditivePart
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:
         raise ValueError(f"not a size expression: {text!r}") from None
-    return tuple(
-        AdditiveParts(_join_terms(a), _join_terms(r))
-        for a, r in _split_branches(tree, text.encode(), symbols)
-    )
+    return tuple(AdditiveParts(tuple(a), tuple(r)) for a, r in _split_branches(tree, text.encode(), symbols))
 
 
 BranchTerms = tuple[list[str], list[str]]  # additive terms, other terms

@@ -205,11 +205,16 @@ class _BatchTimes:
     ) -> tuple[Tensor, Tensor]:
         """(ns of each sample alone, ns that it adds at least to any micro-batch), summed over the stages,
         where the rank with the longest stages takes `text`. Each stage's time is rounded down."""
+        values: dict[str, Tensor] = {"0": torch.zeros(count, dtype=torch.int64)}
+
+        def add_up(terms: Sequence[str]) -> Tensor:
+            for term in terms:
+                if term not in values:  # there are many branches of few terms
+                    values[term] = evaluate_expr_tensor(term, columns, count, MOST_NS)
+            return reduce(torch.add, map(values.__getitem__, terms), values["0"]).clamp(max=MOST_NS)
+
         branches = [
-            (
-                evaluate_expr_tensor(parts.additive, columns, count, MOST_NS),
-                evaluate_expr_tensor(parts.rest, columns, count, MOST_NS),
-            )
+            (add_up(parts.additive_terms), add_up(parts.rest_terms))
             for parts in split_additive(text, self._symbols)
         ]
         added = max(

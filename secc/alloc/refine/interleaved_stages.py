@@ -5,9 +5,9 @@ step.
 Two pieces, and a split backward, shorten fill and drain. Two pieces cost memory for more micro-batches in
 flight and more messages, a split backward memory between its parts and sums over tp in the open. Closed forms
 do not see what ragged micro-batches and memory make of that, so the best plan is scheduled with each way: on
-the first batch, and on all batches if that is not clearly longer. Plans with other stages that are close to
-it are estimated with these ways, and evaluated where that promises a shorter step. Without cp, candidates of
-the solver have split backwards.
+the first batch, and on all batches if that is not clearly longer than a way has to be. Plans with other
+stages that are close to it are estimated with these ways, and evaluated where that promises a shorter step.
+Without cp, candidates of the solver have split backwards.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from secc import process_map
 from secc.alloc.problem.allowed_choices import may_split_backward
 from secc.alloc.problem.build_problem import count_cuttable_layers
 from secc.alloc.problem.candidates import price_fitting_candidates
@@ -60,7 +61,8 @@ def choose_interleaving(
         for way, problem in _other_ways(evaluator, won.assignment, section, pins):
             tried = evaluator.with_problem(problem)
             first, now = (e.evaluate_first_batch(won.assignment, ranks) for e in (tried, evaluator))
-            if not first.fits or first.time_ns > now.time_ns * (1 + FIRST_BATCH_MARGIN):
+            most = now.time_ns * (1 + FIRST_BATCH_MARGIN) * (1 - MARGINS[way])
+            if not first.fits or first.time_ns > most:
                 ratio = round(first.time_ns / now.time_ns, 4) if first.fits else DOES_NOT_FIT
                 dropped.setdefault(section, {})[way] = ratio
                 continue
@@ -89,21 +91,29 @@ def interleave_close_plans(
     which all plans have one piece."""
     best_ns = (
         evaluator.with_problem(found.problem)
-        .estimate(found.refined.assignment, hand_out(found.problem, found.refined.assignment))
+        .estimate_once(found.refined.assignment, hand_out(found.problem, found.refined.assignment))
         .time_ns
     )
-    for a in plans:
-        ranks = hand_out(evaluator.problem, a)
+    options = [
+        (number, section, way, evaluator.with_problem(problem))
+        for number, a in enumerate(plans)
+        for section in a.choice
+        for way, problem in _other_ways(evaluator, a, section, pins)
+    ]
+    ranks = [hand_out(evaluator.problem, a) for a in plans]
+    estimates = process_map.map_in_processes(
+        lambda option: option[3].estimate(plans[option[0]], ranks[option[0]]), options
+    )
+    for number, a in enumerate(plans):
         ways = [
             (estimate.time_ns, section, way, tried)
-            for section in a.choice
-            for way, problem in _other_ways(evaluator, a, section, pins)
-            if (estimate := (tried := evaluator.with_problem(problem)).estimate(a, ranks)).fits
+            for estimate, (of_plan, section, way, tried) in zip(estimates, options, strict=True)
+            if of_plan == number and estimate.fits
         ]
         ns, section, way, tried = min(ways, key=lambda found: found[:3], default=(best_ns, "", "", evaluator))
         if ns >= best_ns * (1 - MARGINS.get(way, 0)):
             continue
-        evaluation = tried.evaluate(a, ranks)
+        evaluation = tried.evaluate(a, ranks[number])
         tries = found.refined.evaluated_plans + 1
         if evaluation.is_better_than(found.refined.evaluation):
             refined = RefinedPlan(a, evaluation, evaluate_assignment(tried.problem, a).time_ns, tries)

@@ -18,7 +18,8 @@ and stages for the longest micro-batch. So the search also looks around the best
 of the experts, and of each number of stages.
 
 A full evaluation schedules several global batches with the scheduler's own search. To save time there are
-three levels. An *estimate* schedules one batch without search. Plans within `ESTIMATE_MARGIN` of the best
+three levels. An *estimate* schedules one batch without search; where its step leaves no time for a search, it
+is the evaluation on that batch. Plans within `ESTIMATE_MARGIN` of the best
 estimate are evaluated on the first batch, those within `FIRST_BATCH_MARGIN` of the best there on the second,
 and those within half of that of the best on both on all batches. A plan that is ahead of all others by more
 than these margins is not evaluated until it is the final one. Estimates and evaluations run on all cores.

@@ -84,13 +84,15 @@ EvaluationRequest = tuple[Assignment, GroupRanks, int | None]
 @dataclass(frozen=True)
 class Evaluation:
     """Mean step time in ns, whether every rank has enough memory, the number of scheduled tasks, for each
-    section the ns that its busiest rank computes, and the step time of each batch if there are several."""
+    section the ns that its busiest rank computes, and the step time of each batch if there are several.
+    `may_improve`: whether an evaluation on the same batch may find a shorter step than this estimate."""
 
     time_ns: int
     fits: bool
     tasks: int
     busy_ns: Mapping[str, int] = field(default_factory=dict[str, int])
     batch_ns: tuple[int, ...] = ()
+    may_improve: bool = False
 
     def is_better_than(self, other: Evaluation) -> bool:
         """Whether this plan fits, and is faster than the other or that one does not fit."""
@@ -219,12 +221,21 @@ class PlanEvaluator:
         )
         return evaluation
 
+    def estimate_once(self, assignment: Assignment, ranks: GroupRanks) -> Evaluation:
+        """The estimate of a plan, which is made unless it is known."""
+        (evaluation,) = self.evaluate_once(
+            [(assignment, ranks, None)],
+            lambda requests: [self.estimate(a, of_group) for a, of_group, _ in requests],
+        )
+        return evaluation
+
     def evaluate_once(
         self,
         requests: Sequence[EvaluationRequest],
         evaluate: Callable[[Sequence[EvaluationRequest]], Sequence[Evaluation]],
     ) -> list[Evaluation]:
-        """Returns the evaluations of requests; calls `evaluate` with those that are not known yet."""
+        """Returns the evaluations of requests; calls `evaluate` with those that are not known yet. An
+        estimate of a step without time for a search is the evaluation on the first batch as well."""
         keys: list[EvaluatedPlan] = [
             (
                 tuple((s, cs[a.choice[s]]) for s, cs in self.problem.sections.items()),
@@ -235,7 +246,11 @@ class PlanEvaluator:
             for a, ranks, batch in requests
         ]
         new = {k: request for k, request in zip(keys, requests, strict=True) if k not in self.known}
-        self.known |= zip(new, evaluate([*new.values()]) if new else (), strict=True)
+        found = dict(zip(new, evaluate([*new.values()]) if new else (), strict=True))
+        self.known |= found
+        for (choices, groups, of_group, batch), evaluation in found.items():
+            if batch is None and not evaluation.may_improve:
+                self.known.setdefault((choices, groups, of_group, 0), evaluation)
         return [self.known[k] for k in keys]
 
     def estimate(self, assignment: Assignment, ranks: GroupRanks) -> Evaluation:
@@ -264,6 +279,7 @@ class PlanEvaluator:
             fits,
             len(order.task_order),
             _busiest_ranks(order),
+            may_improve=order.may_improve,
         )
 
     # -- the plan

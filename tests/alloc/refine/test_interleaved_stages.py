@@ -66,6 +66,17 @@ def test_ways_that_are_clearly_longer_on_the_first_batch_are_recorded(
     assert all(0.1 < ratio < 10 for ratio in chosen.dropped["lm"].values())
 
 
+def test_ways_that_are_longer_than_they_have_to_be_on_the_first_batch_are_not_tried_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, steps = staged_steps(2, ("one", "chunks=2", "placement=v"), Pins())
+    least = min(steps["chunks=2"], steps["placement=v"]) / steps["one"]
+    margin = 1 - 0.9 * least / (1 + interleaved_stages.FIRST_BATCH_MARGIN)
+    monkeypatch.setattr(interleaved_stages, "MARGINS", {"one": 0, "loop": margin, "v": margin})
+    chosen, _ = staged_steps(2, ("one",), Pins())
+    assert chosen.step_ns == {} and chosen.dropped["lm"].keys() == {"loop", "v"}
+
+
 def test_small_gains_pins_and_refusals_leave_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interleaved_stages, "MARGINS", {"one": 0, "loop": 0.9, "v": 0.9})
     chosen, _ = staged_steps(2, ("one",), Pins())

@@ -10,6 +10,7 @@ from secc.alloc.refine import schedule_evaluation
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator, SearchBatches
 from secc.alloc.solver.allocation_solver import solve_allocation
 from secc.passes.allocate import assign_ranks
+from secc.runtime.schedule import order_search
 from tests.alloc.explain.test_least_step import staged_problem
 
 
@@ -36,3 +37,27 @@ def test_batches_are_drawn_once_and_what_is_packed_changes_no_evaluation(
     assert second.packings[0] is first.packings[0]
     assert second.packings[0].sample_values
     assert second.evaluate_batch(plan, ranks) == alone
+
+
+@pytest.mark.parametrize("searches", [True, False])
+def test_an_estimate_without_time_for_a_search_is_the_evaluation(
+    searches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order_search, "PLANNING_TIME_DIVISOR", 1 if searches else 1 << 62)
+    monkeypatch.setattr(order_search, "TRY_NS_PER_TASK", 1)
+    work, _ = staged_problem(8)
+    asked = build_problem(work, 8, "apart", parse_pins(["lm.pp=2", "lm.tp=1"], work.loads))
+    solution = solve_allocation(asked)
+    assert solution is not None
+    plan, ranks = solution.assignment, assign_ranks(asked, solution.assignment)
+    evaluator = PlanEvaluator(work, asked)
+    estimate = evaluator.estimate_once(plan, ranks)
+    assert estimate.may_improve == searches
+    made = list[int]()
+    evaluate_batch = PlanEvaluator.evaluate_batch
+    monkeypatch.setattr(
+        PlanEvaluator, "evaluate_batch", lambda *given: made.append(1) or evaluate_batch(*given)
+    )
+    evaluation = evaluator.evaluate_first_batch(plan, ranks)
+    assert len(made) == searches
+    assert evaluation == PlanEvaluator(work, asked).evaluate_batch(plan, ranks)
