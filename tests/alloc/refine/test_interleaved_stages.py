@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from xdsl.dialects.builtin import StringAttr
 
@@ -106,7 +108,7 @@ def test_stages_with_cp_split_their_backward_where_the_step_is_shorter(
     won = RefinedPlan(assignment, evaluator.evaluate(assignment, ranks), 0, 1)
     whole = choose_interleaving(evaluator, won, ranks, pins)
     assert "split" not in whole.step_ns.get("lm", {})  # as where stages are pinned without cp
-    del pins.numbers["lm"]["pp"]
+    pins = replace(pins, numbers={"lm": {k: n for k, n in pins.numbers["lm"].items() if k != "pp"}})
     chosen = choose_interleaving(evaluator, won, ranks, pins)
     steps = chosen.step_ns["lm"]
     assert steps["one"] == won.evaluation.time_ns and ("loop" in steps) == (cp_per == "section")
