@@ -262,6 +262,7 @@ class _HeldBytes:
         self.parameters: dict[tuple[str, ...], int] = {}
         self.trained: dict[tuple[int, ...], tuple[int, dict[str, _TrainedBytes]]] = {}
         self.saved: dict[tuple[str, int], int] = {}
+        self.between: dict[tuple[str, int], int] = {}
         self.running_ahead = _sections_that_run_ahead(step)
 
     def over_time(self, rank: int) -> list[tuple[int, int]] | None:
@@ -295,8 +296,10 @@ class _HeldBytes:
         own, schedule = self.sections[section], self.step.schedule
         if not own.cost.kept_between or micro in schedule.whole_backwards.get(section, ()):
             return 0
-        samples = schedule.micro_batches[section][micro].samples
-        return self.sizes.bytes_between_parts(own, [samples])[0]
+        if (section, micro) not in self.between:
+            samples = schedule.micro_batches[section][micro].samples
+            self.between[section, micro] = self.sizes.bytes_between_parts(own, [samples])[0]
+        return self.between[section, micro]
 
     def _working_bytes(self, section: Section, rank: int) -> int:
         """Bytes that passes of a section need for a time: what the plan counts for it. If that is more, the
