@@ -2,7 +2,7 @@
 
 A hook keeps such things in an object that it is a method of, in variables around it, or in those of its file.
 What is found there is put back, in the same objects: numbers and texts, lists, dicts and sets, attributes of
-objects of the hook's own file, and small tensors. What a hook writes to a disk is not.
+objects of the hook's own file, numbers of modules, and small tensors. What a hook writes to a disk is not.
 """
 
 from __future__ import annotations
@@ -56,13 +56,20 @@ class _SavedState:
             put_back()
 
     def _save(self, value: Any, depth: int) -> None:
-        if depth > _MOST_DEPTH or isinstance(value, _LEFT_ALONE) or id(value) in self._seen:
+        is_module = isinstance(value, nn.Module)
+        is_left_alone = isinstance(value, _LEFT_ALONE) and not is_module
+        if depth > _MOST_DEPTH or is_left_alone or id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
+        if is_module:
+            for module in value.modules():
+                numbers = {n: v for n, v in vars(module).items() if isinstance(v, (int, float, str))}
+                self._restores.append(partial(vars(module).update, numbers))
+            inner: Iterable[Any] = ()
+        elif isinstance(value, torch.Tensor):
             if value.numel() <= _MOST_ENTRIES and value.is_leaf and not value.is_meta:
                 self._restores.append(partial(_put_back_entries, value, value.detach().clone()))
-            inner: Iterable[Any] = ()
+            inner = ()
         elif isinstance(value, list | dict | set) and len(value) <= _MOST_ENTRIES:
             self._restores.append(partial(_put_back_items, value, value.copy()))
             inner = list(value.values() if isinstance(value, dict) else value)

@@ -4,19 +4,22 @@ takes from the model, not from what optimizer() was given: a teacher that follow
 In one process these are the same tensors. A rank may have none of them, a part, a copy in 16 bits, or one
 that other ranks have, too, which run no such code: what is written there would be lost, or would differ from
 rank to rank. Such a use ends the run. Where all ranks train and hold the whole weights, nothing is watched.
-`on_step` runs on all ranks, after the weights have been exchanged, so it may use what a rank holds whole.
+`on_step` runs on all ranks, after the weights have been exchanged, so it may use what a rank holds whole, and
+write to it, unless the optimizer keeps its own float32 copy or forwards of the next step have read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn, optim
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from secc.runtime.errors import UserError
@@ -39,6 +42,7 @@ _DESCRIPTIONS = {
     ),
     *("size", "numel", "nelement", "dim", "stride", "element_size", "is_floating_point", "is_complex"),
 }
+_SET_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
 Hook = Callable[..., Any]
 
 
@@ -61,15 +65,48 @@ class WatchedTensors(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _AssignedData(TorchFunctionMode):
+    """Lets `tensor.data = other` write into the memory of `tensors`, which an optimizer may share."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._ids = {id(t) for t in tensors}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func != _SET_DATA or id(args[0]) not in self._ids or args[0].shape != args[1].shape:
+            return func(*args, **(kwargs or {}))
+        return args[0].data.copy_(args[1])
+
+
+class WrittenTensors(TorchDispatchMode):
+    """Calls `note` with each tensor before an operation writes to it."""
+
+    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation, after the tensors that it changes have been noted."""
+        kwargs = kwargs or {}
+        for i, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for value in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):
+                    if isinstance(value, torch.Tensor):
+                        self._note(value)
+        return func(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class PartialWeights:
     """The weights and buffers of a rank's model that code between steps may not use, by name, each with the
-    reason. missing: not held, or in parts only. unshared: what hooks of the optimizer write to it is lost."""
+    reason. missing: not held, or in parts only. unshared: what hooks of the optimizer write to it is lost.
+    unwritable: what callbacks write to it is lost, or comes too late."""
 
     rank: int
     missing: Mapping[str, str]
     unshared: Mapping[str, str]
     tensors: Mapping[str, torch.Tensor]
+    unwritable: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def watch_hooks(self, optimizer: optim.Optimizer) -> None:
         """Lets the hooks of an optimizer's steps raise UserError where they use such a weight, unless it is
@@ -83,8 +120,29 @@ class PartialWeights:
 
     def watch_callback(self, name: str, function: Hook) -> Hook:
         """Returns a function that raises UserError where it uses a weight that this rank does not hold
-        whole."""
-        return self._watch(name, function, self.missing)
+        whole, or writes to one for which that changes nothing."""
+        watched, held = self._watch(name, function, self.missing), list(self.tensors.values())
+        lost = [n for n in self.unwritable if self.tensors[n].numel()]
+        places = {t.untyped_storage().data_ptr(): n for n, t in self.tensors.items() if n in lost}
+        names = {self.tensors[n].data_ptr(): n for n in lost}
+
+        def refuse_write(tensor: torch.Tensor) -> None:
+            place = places.get(tensor.untyped_storage().data_ptr())
+            if place is not None:
+                weight = names.get(tensor.data_ptr(), place)
+                raise UserError(
+                    f"{name} writes to {weight}: rank {self.rank} {self.unwritable[weight]}",
+                    current_source_line(),
+                    "let on_step only read weights; hooks of the optimizer may write to the parameters that"
+                    " optimizer() gets",
+                )
+
+        @wraps(function)
+        def call_watched(*args: Any, **kwargs: Any) -> Any:
+            with _AssignedData(held), WrittenTensors(refuse_write) if places else nullcontext():
+                return watched(*args, **kwargs)
+
+        return call_watched
 
     def _watch(self, what: str, function: Hook, reasons: Mapping[str, str]) -> Hook:
         if not reasons:
@@ -117,17 +175,25 @@ def find_partial_weights(
     trained: Mapping[str, Collection[int]],
     in_parts: Collection[str],
     copied: Collection[str],
+    early: Collection[str] = (),
 ) -> PartialWeights:
     """Returns what code between steps may not use on a rank. canonical: one name for each parameter. trained:
     the ranks that train each trained parameter. in_parts: parameters that this rank holds a part of. copied:
-    parameters that its optimizer updates in a part or a copy."""
+    parameters that its optimizer updates in a part or a copy. early: sections that have computed for the next
+    step when code between steps runs."""
     optimizing = {r for ranks in trained.values() for r in ranks}
     holders: dict[str, set[int]] = {}
     for section in plan.sections:
         for name in {canonical.get(n, n) for n in section.params}:
             holders.setdefault(name, set()).update(section.mesh.ranks)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    missing, unshared = dict[str, str](), dict[str, str]()
+    missing, unshared, unwritable = dict[str, str](), dict[str, str](), dict[str, str]()
+    read_early = {
+        n: s
+        for s in (plan.find_section(name) for name in early)
+        for n in tensors
+        if any(f"{n}.".startswith(f"{block}.") for block in s.blocks) or n in s.params
+    }
     for name, tensor in tensors.items():
         others = sorted(holders.get(name, {rank}) - optimizing)
         if tensor.is_meta or name in in_parts:
@@ -136,4 +202,13 @@ def find_partial_weights(
             unshared[name] = "updates a part or a copy of it, and writes it back after the hooks"
         elif name not in trained and others:
             unshared[name] = f"is not alone: rank {others[0]} holds it, too, and has no optimizer"
-    return PartialWeights(rank, missing, unshared, tensors)
+        if name in missing:
+            continue
+        if name in copied and plan.dtype and plan.model.parameters[name].startswith("float32"):
+            unwritable[name] = f"updates a float32 copy of it, from which it gets its {plan.dtype} again"
+        elif name in read_early:
+            section = read_early[name].name
+            unwritable[name] = (
+                f"has computed with it for the next step ({section}; --run-ahead 0 prevents it)"
+            )
+    return PartialWeights(rank, missing, unshared, tensors, unwritable)

@@ -31,7 +31,7 @@ from secc.runtime.errors import UserError, printable_text
 from secc.runtime.fusion.install import install_fused, read_fused_source
 from secc.runtime.host.activity import Waiting
 from secc.runtime.host.hidden_ranks import hidden_process_group
-from secc.runtime.model.item_seeds import derive_item_seed
+from secc.runtime.model.item_seeds import derive_item_seed, seeded_rngs
 from secc.runtime.monitoring.json_lines import say
 from secc.runtime.monitoring.metrics import MetricsLog
 from secc.runtime.monitoring.run_summary import summary_lines
@@ -60,7 +60,9 @@ from secc.runtime.parameters.rank_weights import canonical_names, state_dict_own
 from secc.runtime.parameters.sharded_optimizer import shard_optimizer
 from secc.runtime.parameters.weight_average import WeightAverage
 from secc.runtime.plan.replica_routes import Ranks, ranks_by_replica, tp_ranks_of
+from secc.runtime.plan.section_graph import SectionGraph
 from secc.runtime.plan.step_program import exchanges_tokens
+from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
 from secc.runtime.sections import recompute
 from secc.runtime.sections.base import SectionModule
 from secc.runtime.sections.batch_statistic import BatchValues
@@ -225,6 +227,7 @@ class Trainer:
             {n: h.ranks for h in reductions for n in h.names},
             in_parts=context.parameter_cuts.keys() | context.zero3.parameter_names,
             copied={n for n, p in params.items() if p in copied},
+            early=self._find_early_sections(),
         )
         if self.optimizer is not None:
             self._partial_weights.watch_hooks(self.optimizer)
@@ -602,7 +605,10 @@ class Trainer:
         self._report_samples()
         if self._callbacks.hears_steps:
             self.gathers.finish_all()
-        self._partial_weights.watch_callback("on_step", self._callbacks.on_step)(result)
+            on_step = self._partial_weights.watch_callback("on_step", self._callbacks.on_step)
+            # The same random numbers on all ranks: what they write to their weights must be equal.
+            with seeded_rngs(derive_item_seed(self.context.seed, -3, self.step_number)):
+                on_step(result)
         if self._evaluator is not None and self._is_evaluation_due():
             self.evaluate()
         if self._save_stage_ended:
@@ -615,6 +621,13 @@ class Trainer:
         self.context.trace.activity.end_step(seconds)
         self._step_start = time.perf_counter()
         return seconds
+
+    def _find_early_sections(self) -> list[str]:
+        """Names the sections of this rank that compute for the next step before a step has ended."""
+        if not self.plan.run_ahead_gib:
+            return []
+        found = find_prefetchable_sections(self.plan, SectionGraph(self.plan))
+        return [s.name for s in found if self.context.rank in s.mesh.ranks]
 
     def _report_samples(self) -> None:
         """Reports the texts that were generated since the last call to the trackers."""

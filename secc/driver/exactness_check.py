@@ -25,6 +25,7 @@ from secc.driver.global_switches import GlobalSwitch, find_global_switch
 from secc.driver.kept_state import refuse_kept_state
 from secc.driver.optional_inputs import ChangingInput, find_changing_input
 from secc.driver.python_draws import GeneratorStates, draws_error, naming_draws
+from secc.driver.set_between_steps import refuse_set_values
 from secc.driver.unmet_values import (
     MOST_TRIES,
     ComparisonWatch,
@@ -596,6 +597,11 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
     with gradient_hooks.scaled_gradient_hooks(rank.model, _HOOK_SCALE):
         _refuse_gradient_hooks(rank, samples)
     if not compiled.plan.checks.get("accepted"):
+        refuse_set_values(
+            compiled.user,
+            rank.model,
+            lambda: rank.compare_step(samples, CHECK_MICRO_BATCH, rank.run_reference(samples)).is_exact,
+        )
         _compare_unmet_values(compiled, rank, samples, watch)
         _compare_whole_numbers(compiled, rank, pattern, samples, watch)
     if compiled.plan.draws and 1 in sizes:

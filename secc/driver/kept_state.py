@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from secc.runtime.recorder.setting_tracker import watch_attributes
 from secc.runtime.training.eager_reference import LOSS_TOLERANCE, REFERENCE_SEED, PlanRandomness
 from secc.runtime.training.eager_watch import EagerWatch, memory_errors
 
-_LIBRARIES = ("torch", "transformers", "diffusers", "timm", "peft", "accelerate")
+LIBRARIES = ("torch", "transformers", "diffusers", "timm", "peft", "accelerate")
 _NUMBERS = (bool, int, float)
 _MAX_ENTRIES = 64  # of a dict or a list that may be state; longer ones are tables
 _MAX_DEPTH = 3
@@ -131,7 +131,7 @@ def find_kept_state(
     def note_line(module: nn.Module, name: str, _value: Any) -> None:
         lines[id(module), name] = current_source_line()
 
-    initial = [(v, _copy(v.read())) for v in _iter_values(model, user)]
+    initial = [(v, _copy(v.read())) for v in iter_values(model, user)]
     kept_once = [
         (v, content)
         for v, content in initial
@@ -175,7 +175,7 @@ def find_kept_state(
         for value, _ in kept_once:
             second.pop(value.name, None)
         again = compute_loss(samples)[0]
-        values = [v for v in _iter_values(model, user) if v.name in second]
+        values = [v for v in iter_values(model, user) if v.name in second]
         changed = [v for v in values if not _are_equal(v.read(), second[v.name])]
         if _differ(loss, again):
             other = [v for v in values if not _are_equal(v.read(), first.get(v.name))]
@@ -210,7 +210,7 @@ def _are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _read_values(model: nn.Module, user: UserModel) -> dict[str, Any]:
     """Returns copies of all values by name."""
-    return {v.name: _copy(v.read()) for v in _iter_values(model, user)}
+    return {v.name: _copy(v.read()) for v in iter_values(model, user)}
 
 
 def _is_inside(path: str, block: str) -> bool:
@@ -242,7 +242,7 @@ def _is_read(value: KeptValue, compute_loss: Callable[[], float], loss: float) -
     """Whether the loss is another one, or fails, where this value is another one."""
     content = _copy(value.read())
     try:
-        for other in _other_values(content):
+        for other in other_values(content):
             value.write(other)
             if _differ(compute_loss(), loss):
                 return True
@@ -253,7 +253,8 @@ def _is_read(value: KeptValue, compute_loss: Callable[[], float], loss: float) -
     return False
 
 
-def _other_values(content: Any) -> Iterator[Any]:
+def other_values(content: Any) -> Iterator[Any]:
+    """Yields values of the same kind that a number or a tensor might have at another time."""
     if isinstance(content, torch.Tensor):
         if content.dtype is torch.bool:
             yield ~content
@@ -269,10 +270,10 @@ def _differ(a: float, b: float) -> bool:
     return not abs(a - b) <= LOSS_TOLERANCE * max(abs(a), abs(b))
 
 
-def _iter_values(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
+def iter_values(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
     """Yields buffers, plain attributes and tensors of modules, and plain attributes of classes and globals of
     the user's files."""
-    files = {id(vars(user.module)): vars(user.module)}
+    files, objects = {id(vars(user.module)): vars(user.module)}, set[int]()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else "self."
         for name, buffer in module.named_buffers(recurse=False):
@@ -280,8 +281,8 @@ def _iter_values(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
             yield KeptValue(prefix + name, path, read, _buffer_writer(buffer))
         own = {n: v for n, v in vars(module).items() if n not in vars(_PLAIN_MODULE)}
         for name in own:
-            yield from _iter_entries(prefix + name, path, vars(module), name, _MAX_DEPTH)
-        for cls in (c for c in type(module).__mro__ if not c.__module__.startswith(_LIBRARIES)):
+            yield from _iter_entries(prefix + name, path, vars(module), name, objects)
+        for cls in (c for c in type(module).__mro__ if not c.__module__.startswith(LIBRARIES)):
             for code in (c for c in vars(cls).values() if isinstance(c, FunctionType)):
                 files.setdefault(id(code.__globals__), code.__globals__)
             for name, content in vars(cls).items():
@@ -290,25 +291,41 @@ def _iter_values(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
                     yield KeptValue(f"{cls.__qualname__}.{name}", None, read, write)
     for file in files.values():
         for name in [n for n in file if not n.startswith("__")]:
-            yield from _iter_entries(f"the global {name}", None, file, name, _MAX_DEPTH)
+            yield from _iter_entries(f"the global {name}", None, file, name, objects)
 
 
 _PLAIN_MODULE = nn.Module()  # its attributes are torch's own
 
 
 def _iter_entries(
-    name: str, owner: str | None, container: MutableMapping[Any, Any] | list[Any], key: Any, depth: int
+    name: str,
+    owner: str | None,
+    container: MutableMapping[Any, Any] | list[Any],
+    key: Any,
+    objects: set[int],
+    depth: int = _MAX_DEPTH,
 ) -> Iterator[KeptValue]:
-    """Yields an entry of a dict or a list if it is a number or a tensor, else the numbers in it."""
+    """Yields an entry of a dict or a list if it is a number or a tensor, else the numbers in it; those
+    of an object (a configuration), too, unless it is in `objects`."""
     content = container[key]
     if isinstance(content, (*_NUMBERS, torch.Tensor)) and not isinstance(content, nn.Parameter):
         yield KeptValue(name, owner, partial(_read, container, key), partial(container.__setitem__, key))
     elif isinstance(content, dict) and len(content) <= _MAX_ENTRIES and depth:
         for inner in list(content):
-            yield from _iter_entries(f"{name}[{inner!r}]", owner, content, inner, depth - 1)
+            yield from _iter_entries(f"{name}[{inner!r}]", owner, content, inner, objects, depth - 1)
     elif isinstance(content, list) and len(content) <= _MAX_ENTRIES and depth:
         for index in range(len(content)):
-            yield from _iter_entries(f"{name}[{index}]", owner, content, index, depth - 1)
+            yield from _iter_entries(f"{name}[{index}]", owner, content, index, objects, depth - 1)
+    elif _is_plain_object(content) and id(content) not in objects and depth:
+        objects.add(id(content))
+        for inner in list(vars(content)):
+            yield from _iter_entries(f"{name}.{inner}", owner, vars(content), inner, objects, depth - 1)
+
+
+def _is_plain_object(content: Any) -> bool:
+    """Whether this is an object of a class of Python code that keeps attributes."""
+    others = (type, nn.Module, ModuleType, FunctionType, torch.Tensor)
+    return isinstance(getattr(content, "__dict__", None), dict) and not isinstance(content, others)
 
 
 def _read(container: Any, key: Any) -> Any:

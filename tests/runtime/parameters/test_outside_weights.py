@@ -46,3 +46,37 @@ def test_hooks_may_use_the_part_that_the_optimizer_updates() -> None:
     PartialWeights(1, {"weight": "has a part of it"}, {}, TENSORS).watch_hooks(optimizer)
     optimizer.step()
     assert seen == [NET.weight.norm().item()]
+
+
+def test_callbacks_may_not_write_to_weights_whose_writes_are_lost() -> None:
+    net = nn.Linear(2, 2)
+    lost = {"weight": "updates a float32 copy of it"}
+    weights = PartialWeights(2, {}, {}, dict(net.named_parameters()), lost)
+    assert weights.watch_callback("on_step", lambda: net.weight.sum().item())() == net.weight.sum().item()
+
+    def assign() -> None:
+        net.weight.data = torch.zeros(2, 2)
+
+    def write_part() -> None:
+        with torch.no_grad():
+            net.weight[1].mul_(2)
+
+    for write in (assign, write_part, lambda: net.weight.data.clamp_(0, 1)):
+        before = net.weight.detach().clone()
+        with pytest.raises(UserError, match=r"on_step writes to weight.*: rank 2 updates a float32 copy"):
+            weights.watch_callback("on_step", write)()
+        assert torch.equal(net.weight, before)
+    weights.watch_callback("on_step", lambda: net.bias.data.fill_(3.0))()
+    assert net.bias.tolist() == [3.0, 3.0]
+
+
+def test_callbacks_that_assign_data_write_where_a_sharded_optimizer_keeps_it() -> None:
+    net = nn.Linear(2, 2)
+    flat = torch.zeros(6)
+    net.weight.data = flat[:4].view(2, 2)
+
+    def assign() -> None:
+        net.weight.data = torch.ones(2, 2)
+
+    PartialWeights(0, {}, {}, dict(net.named_parameters()), {}).watch_callback("on_step", assign)()
+    assert flat.tolist() == [1, 1, 1, 1, 0, 0]

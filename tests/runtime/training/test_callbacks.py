@@ -29,7 +29,7 @@ def _note(**values):
 def on_step(result):
     _note(call="on_step", step=result.step, rank=result.rank, world=result.world_size, loss=result.loss,
           norm=result.grad_norm, rate=result.learning_rate, samples=result.samples, tokens=result.tokens,
-          positive=result.seconds > 0, scalars=dict(result.scalars))
+          positive=result.seconds > 0, scalars=dict(result.scalars), drawn=torch.rand(()).item())
 
 
 def on_save(folder):
@@ -89,6 +89,8 @@ def test_callbacks_see_results_and_one_that_fails_on_one_rank_ends_the_run_saved
     assert load_full_state_dict(tmp_path / "saved")
     first, second = ([c for c in own if c["call"] == "on_step"] for own in calls)
     assert [c["step"] for c in first] == [1, 2, 3] and [c["step"] for c in second] == [1, 2]
+    drawn = [[c["drawn"] for c in own] for own in (first, second)]
+    assert drawn[0][:2] == drawn[1] and len(set(drawn[0])) == 3
     metrics = [json.loads(x) for x in (tmp_path / "plan/logs/metrics.jsonl").read_text().splitlines()]
     steps = {m["step"]: m for m in metrics if "eval" not in m}
     for rank, own in enumerate((first, second)):
