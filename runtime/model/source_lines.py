@@ -40,12 +40,16 @@ def is_internal_file(filename: str) -> bool:
 def current_source_line() -> str:
     """`file:line` of the innermost running frame that belongs neither to torch nor to secc; "" if there is
     none."""
+    frame = current_user_frame()
+    return "" if frame is None else format_source_line(frame.f_code, frame.f_lineno)
+
+
+def current_user_frame() -> FrameType | None:
+    """The innermost running frame that belongs neither to torch nor to secc."""
     frame = sys._getframe(1)
-    while frame is not None:
-        if not is_internal_file(frame.f_code.co_filename):
-            return format_source_line(frame.f_code, frame.f_lineno)
+    while frame is not None and is_internal_file(frame.f_code.co_filename):
         frame = frame.f_back
-    return ""
+    return frame
 
 
 def module_paths_by_id(model: nn.Module) -> dict[int, str]:

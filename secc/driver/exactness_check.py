@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +30,13 @@ from secc.driver.set_between_steps import refuse_set_values
 from secc.driver.unmet_values import (
     MOST_TRIES,
     ComparisonWatch,
+    UnmetValue,
     inputs_of_blocks,
     iter_unmet_values,
+    least_value,
+    next_value,
     put_numbers,
+    unmet_value,
     whole_numbers,
 )
 from secc.errors import InexactPlan, NotEnoughMemory, UserError
@@ -609,11 +614,11 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
     return check
 
 
-def _watch_comparisons(compiled: CompiledPlan) -> ComparisonWatch:
+def _watch_comparisons(compiled: CompiledPlan, follows_numbers: bool = False) -> ComparisonWatch:
     """Returns what notes the comparisons of values in blocks."""
     assert compiled.model is not None
     # Those of the plan lack a block that returned an argument as it is.
-    return ComparisonWatch(compiled.model, compiled.captured_model.capture.blocks)
+    return ComparisonWatch(compiled.model, compiled.captured_model.capture.blocks, follows_numbers)
 
 
 def _compare_unmet_values(
@@ -621,28 +626,60 @@ def _compare_unmet_values(
 ) -> None:
     """Compares samples with values that blocks ask for and that none of `samples` has. Raises UserError if
     they are not exact."""
-    answers, compared = dict(watch.answers), 0
+    if watch.reads_numbers:
+        watch = _follow_numbers(compiled, rank, samples) or watch
+    answers = dict(watch.answers)
+    tries, compared = itertools.count(), itertools.count()
     for asked, unmet in iter_unmet_values(answers, samples):
-        if compared >= _MOST_UNMET_VALUES:
-            return
-        trial = _watch_comparisons(compiled)
-        try:
-            with trial:
-                reference = _run_reference(compiled, rank, unmet.samples)
-            if answers[asked] >= trial.answers.get(asked, set()):
-                continue  # the value does not reach this line, or another one did before
+        least, points = least_value(samples, unmet.key), list[tuple[float, float]]()
+        if least is not None and watch.compared[asked]:
+            points.append((least, min(watch.compared[asked])))
+        while unmet is not None and len(answers[asked]) == 1:
+            if next(tries) == MOST_TRIES:
+                return
+            trial = _follow_numbers(compiled, rank, unmet.samples)
+            if trial is None:
+                break  # plain PyTorch does not take the value
+            if not answers[asked] >= trial.answers.get(asked, set()):
+                if next(compared) == _MOST_UNMET_VALUES:
+                    return
+                _compare_unmet_value(compiled, rank, unmet)
             for other, found in trial.answers.items():
                 answers.setdefault(other, set()).update(found)
-            compared += 1
-            sizes = [1, *_padding_sizes(compiled.plan)[1:]]
-            comparisons = [rank.compare_step(unmet.samples, size, reference) for size in sizes]
-        except NotEnoughMemory:
-            raise
-        except UserError:
-            continue  # plain PyTorch does not take the value, or a run refuses such samples
-        if inexact := next((c for c in comparisons if not c.is_exact), None):
-            what = f"{unmet.value:g}, which this line asks for and no compared sample has"
-            raise _unmet_value_error(compiled, unmet.key, what, unmet.where, unmet.samples, inexact)
+            new = trial.compared.get(asked, set()) - watch.compared[asked]
+            points += [(unmet.value, value) for value in sorted(new)[:1]]
+            value = next_value(asked, points) if new and len(points) > 1 else None
+            unmet = None if value is None else unmet_value(asked, samples, unmet.key, value)
+
+
+def _follow_numbers(
+    compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]
+) -> ComparisonWatch | None:
+    """Returns what blocks compare numbers with when plain PyTorch runs; None if it fails."""
+    watch = _watch_comparisons(compiled, follows_numbers=True)
+    try:
+        with watch:
+            _run_reference(compiled, rank, samples)
+    except NotEnoughMemory:
+        raise
+    except UserError:
+        return None
+    return watch
+
+
+def _compare_unmet_value(compiled: CompiledPlan, rank: OneRankPlan, unmet: UnmetValue) -> None:
+    """Raises UserError if samples with an unmet value are not exact."""
+    try:
+        reference = _run_reference(compiled, rank, unmet.samples)
+        sizes = [1, *_padding_sizes(compiled.plan)[1:]]
+        comparisons = [rank.compare_step(unmet.samples, size, reference) for size in sizes]
+    except NotEnoughMemory:
+        raise
+    except UserError:
+        return  # a run refuses such samples
+    if inexact := next((c for c in comparisons if not c.is_exact), None):
+        what = f"{unmet.value:g}, which this line asks for and no compared sample has"
+        raise _unmet_value_error(compiled, unmet.key, what, unmet.where, unmet.samples, inexact)
 
 
 def _compare_whole_numbers(

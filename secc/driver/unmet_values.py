@@ -3,8 +3,10 @@
 Code inside of a block is not recorded. If it asks for a value (`(task == 7).any()`) that no compared sample
 has, nothing shows what it does then, and a run that meets the value may be inexact. Two things are done:
 
-- The numbers that such code compares tensors with are noted while plain PyTorch runs, and put into the inputs
-  of some samples until a comparison gives the answer that was missing.
+- The numbers that such code compares tensors with, or numbers that it reads of them into Python, are noted
+  while plain PyTorch runs, and put into the inputs of some samples until a comparison gives the answer that
+  was missing. Where code computes with an input before it compares, other values follow from what it compared
+  (regula falsi).
 - Inputs that are one whole number for a sample (a task, a language) and reach a block take other small
   numbers, whatever the block does with them (a table, a remainder, a weight).
 """
@@ -12,8 +14,13 @@ has, nothing shows what it does then, and a run that meets the value may be inex
 from __future__ import annotations
 
 import itertools
+import math
 import operator
+import re
+import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Self
@@ -25,11 +32,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Operation
 
+from secc.driver.watched_numbers import watched_conversions, watched_number
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.ir.analysis.dataflow import users_of
 from secc.ir.dialect.ops import CallOp, InputOp
 from secc.runtime.model.function_blocks import FunctionBlock
 from secc.runtime.model.source_lines import (
+    current_user_frame,
     format_source_line,
     module_paths_by_id,
     running_module_and_frames,
@@ -38,6 +47,13 @@ from secc.runtime.model.source_lines import (
 MOST_TRIES = 32  # forwards of samples with other values
 SMALL_NUMBERS = 64  # 0 to 63 are tried for inputs that are one whole number for a sample
 _MOST_CODE_NUMBERS = 64  # in one container that a function names
+_MOST_KEYS = 8  # of a container in which a number is looked up
+_MOST_FOLLOWED = 4096  # numbers of a tensor
+_MOST_NOTES = 1 << 15  # of numbers that are followed
+_MOST_ASKED = 4096  # comparisons
+_MOST_VALUES = 256  # that one of them meets
+_ITEM = torch.Tensor.item
+_BUILTIN_NAMES = frozenset(dir(object))
 _aten = torch.ops.aten
 _COMPARISONS = {
     _aten.eq: operator.eq,
@@ -47,18 +63,21 @@ _COMPARISONS = {
     _aten.gt: operator.gt,
     _aten.ge: operator.ge,
 }
+_COMPARISONS_BY_NAME = {compare.__name__: compare for compare in _COMPARISONS.values()}
 Sample = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class AskedNumber:
     """A number that a line of a block compares a tensor with. With the comparison `eq`, it may also stand in
-    code which reads numbers of a tensor into Python; with `is`, such code reads a truth value."""
+    code which reads numbers of a tensor into Python (`is_guess`) or be a key of a container in which that
+    code looks; with `is`, such code reads a truth value."""
 
     where: str
     comparison: str
     number: float
     is_whole: bool
+    is_guess: bool = False
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -83,31 +102,48 @@ class UnmetValue:
 
 class ComparisonWatch(TorchDispatchMode):
     """Notes which answers comparisons of tensors with numbers have inside of blocks, which may be functions
-    or statements of the user's code."""
+    or statements of the user's code.
 
-    def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
+    answers: those of each comparison. compared: the values that it met, if they are few. reads_numbers:
+    whether code reads numbers into Python. follows_numbers: notes what such numbers are compared with, too;
+    code that asks for the very class of a number may fail then.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Iterable[str], follows_numbers: bool = False) -> None:
         super().__init__()
         self.answers = dict[AskedNumber, set[bool]]()
+        self.compared = dict[AskedNumber, set[float]]()
+        self.reads_numbers, self.follows_numbers, self._followed = False, follows_numbers, 0
         blocks = tuple(blocks)
         self._paths, self._blocks = module_paths_by_id(model), tuple(f"{block}." for block in blocks)
         functions = (
             m for path, m in model.named_modules() if path in blocks and isinstance(m, FunctionBlock)
         )
-        self._codes = {function.__code__ for block in functions for function in block.intercepted}
-        self._lists = _ListWatch(self)
+        functions = [function for block in functions for function in block.intercepted]
+        self._codes = {function.__code__ for function in functions}
+        files = {id(f.__globals__): f.__globals__ for f in functions}
+        for path in blocks if follows_numbers else ():
+            for cls in {c for m in model.get_submodule(path).modules() for c in type(m).__mro__}:
+                if not cls.__module__.startswith("torch.") and cls.__module__ in sys.modules:
+                    files[id(vars(sys.modules[cls.__module__]))] = vars(sys.modules[cls.__module__])
+        self._files = list(files.values())
+        self._inner = ExitStack()
 
     def __enter__(self) -> Self:
-        self._lists.__enter__()
+        self._inner.enter_context(_ReadingWatch(self))
+        if self.follows_numbers:
+            self._inner.enter_context(watched_conversions(self._files))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._lists.__exit__(*error)
+        self._inner.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is _aten._local_scalar_dense.default:
             self.note_read(args[0], [result])
+            self.reads_numbers |= type(result) is int
         elif (compare := _COMPARISONS.get(func.overloadpacket)) is not None:
             self._note_comparison(compare.__name__, args[0], args[1], result)
         elif func is _aten.isin.Tensor_Tensor and 0 < args[1].numel() <= _MOST_CODE_NUMBERS:
@@ -119,14 +155,35 @@ class ComparisonWatch(TorchDispatchMode):
         if not isinstance(tensor, torch.Tensor) or tensor.requires_grad or not result.numel():
             return
         if isinstance(other, torch.Tensor):
-            if other.numel() != 1 or other.requires_grad or tensor.numel() == 1:
-                return
-            other = other.item()
+            if not other.requires_grad and 0 < other.numel() <= min(_MOST_KEYS, tensor.numel()):
+                for number in other.flatten().tolist():
+                    self._note_comparison(name, tensor, number, _COMPARISONS_BY_NAME[name](tensor, number))
+            return
         if isinstance(other, bool) or not isinstance(other, (int, float)) or (frame := self._frame()) is None:
             return
         where = format_source_line(frame.f_code, frame.f_lineno)
         asked = AskedNumber(where, name, other, not tensor.is_floating_point())
-        self.answers.setdefault(asked, set()).update((bool(result.any()), bool(result.all())))
+        self._note(asked, (bool(result.any()), bool(result.all())), tensor.flatten()[:_MOST_VALUES].tolist())
+
+    def note_number(self, comparison: str, number: float, value: float) -> None:
+        """Notes that code compares a number of a tensor, or what it computed from one, with another."""
+        self._followed += 1
+        frame = current_user_frame() if self._followed < _MOST_NOTES else None
+        if frame is not None:
+            where = format_source_line(frame.f_code, frame.f_lineno)
+            answer = bool(getattr(operator, comparison)(value, number))
+            self._note(AskedNumber(where, comparison, number, isinstance(value, int)), [answer], [value])
+
+    def note_key(self, value: float) -> None:
+        """Notes the numbers of containers in which code may look for a number of a tensor."""
+        self._followed += 1
+        frame = current_user_frame() if self._followed < _MOST_NOTES else None
+        if frame is not None:
+            where = format_source_line(frame.f_code, frame.f_lineno)
+            for number in _numbers_of_code(frame, _MOST_KEYS, with_texts=True):
+                self._note(
+                    AskedNumber(where, "eq", number, isinstance(value, int)), [value == number], [value]
+                )
 
     def note_read(self, tensor: torch.Tensor, values: Sequence[float]) -> None:
         """Notes numbers of a tensor that Python reads."""
@@ -134,11 +191,27 @@ class ComparisonWatch(TorchDispatchMode):
             return
         where = format_source_line(frame.f_code, frame.f_lineno)
         if tensor.dtype is torch.bool:
-            self.answers.setdefault(AskedNumber(where, "is", 1, True), set()).update(map(bool, values))
+            self._note(AskedNumber(where, "is", 1, True), map(bool, values), ())
             return
-        for number in _numbers_of_code(frame):
-            asked = AskedNumber(where, "eq", number, not tensor.is_floating_point())
-            self.answers.setdefault(asked, set()).update((number in values, all(v == number for v in values)))
+        for number in _numbers_of_code(frame, _MOST_CODE_NUMBERS):
+            asked = AskedNumber(where, "eq", number, not tensor.is_floating_point(), is_guess=True)
+            self._note(asked, (number in values, all(v == number for v in values)), values)
+
+    def watched(self, tensor: torch.Tensor, value: Any) -> Any:
+        """Returns numbers that Python reads of a tensor in a block as such that tell what they are compared
+        with."""
+        if tensor.requires_grad or tensor.is_complex() or tensor.dtype is torch.bool or self._frame() is None:
+            return value
+        self.reads_numbers |= not tensor.is_floating_point()
+        is_followed = self.follows_numbers and tensor.numel() <= _MOST_FOLLOWED
+        return watched_number(value, self) if is_followed else value
+
+    def _note(self, asked: AskedNumber, answers: Iterable[bool], values: Iterable[float]) -> None:
+        """Notes answers of a comparison, and values that it met."""
+        if asked in self.answers or len(self.answers) < _MOST_ASKED:
+            self.answers.setdefault(asked, set()).update(answers)
+            met = self.compared.setdefault(asked, set())
+            met.update(itertools.islice(values, max(0, _MOST_VALUES - len(met))))
 
     def _frame(self) -> FrameType | None:
         """Returns the innermost frame of the user's code if it runs in a block."""
@@ -147,8 +220,8 @@ class ComparisonWatch(TorchDispatchMode):
         return frames[0] if frames and is_inside else None
 
 
-class _ListWatch(TorchFunctionMode):
-    """Notes tensors that become lists, which no dispatch shows."""
+class _ReadingWatch(TorchFunctionMode):
+    """Notes tensors that become lists or arrays, which no dispatch shows, and hands out watched numbers."""
 
     def __init__(self, watch: ComparisonWatch) -> None:
         super().__init__()
@@ -156,40 +229,88 @@ class _ListWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.tolist:
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
             self._watch.note_read(args[0], args[0].flatten().numpy(force=True).tolist())
-        return result
+        return self._watch.watched(args[0], result) if func in (_ITEM, torch.Tensor.tolist) else result
 
 
-def _numbers_of_code(frame: FrameType) -> set[float]:
+def _numbers_of_code(frame: FrameType, most: int, with_texts: bool = False) -> set[float]:
     """Returns the numbers in the code of a function: constants, globals, variables of outer functions, and
-    attributes of its `self`; alone or in a container, of a dict its keys."""
+    attributes of its `self` and of other objects that it names; alone or in a container, of a dict its keys,
+    at most `most` of each. with_texts: also those in keys that are texts, and in variables."""
     code, found = frame.f_code, set[float]()
-    owner = vars(frame.f_locals["self"]) if hasattr(frame.f_locals.get("self"), "__dict__") else {}
-    named = (frame.f_globals.get(name, owner.get(name)) for name in code.co_names)
-    outer = (frame.f_locals.get(name) for name in code.co_freevars)
-    for value in (*code.co_consts, *named, *outer):
+    names = {name: frame.f_locals[name] for name in code.co_freevars if name in frame.f_locals}
+    if with_texts:
+        names |= frame.f_locals
+    owners = [frame.f_globals, getattr(frame.f_locals.get("self"), "__dict__", {})]
+    named = [owner[name] for owner in owners for name in code.co_names if name in owner]
+    inner = [vars(v) for v in (*named, *names.values()) if hasattr(v, "__dict__")]
+    named += [o[name] for o in inner for name in code.co_names if name in o and name not in _BUILTIN_NAMES]
+    for value in (*code.co_consts, *named, *names.values()):
         is_container = isinstance(value, (tuple, list, set, frozenset, dict))
-        inner = itertools.islice(value, _MOST_CODE_NUMBERS) if is_container else (value,)
-        found.update(v for v in inner if isinstance(v, (int, float)) and not isinstance(v, bool))
+        for entry in _entries(value, most) if is_container else () if with_texts else (value,):
+            if with_texts and isinstance(entry, str):
+                found.update(map(float, re.findall(r"\d{1,9}", entry)[:1]))
+            elif isinstance(entry, (int, float)) and not isinstance(entry, bool):
+                found.add(entry)
     return found
+
+
+def _entries(container: Any, most: int) -> Iterable[Any]:
+    """Returns at most `most` entries of a container, of all of its places; of a dict keys, first those of
+    different values."""
+    if isinstance(container, dict):
+        by_value = {id(value): key for key, value in reversed(container.items())}
+        if 1 < len(by_value) <= most:
+            return itertools.islice(dict.fromkeys((*reversed(by_value.values()), *container)), most)
+    return itertools.islice(container, 0, None, -(-len(container) // most) or 1)
 
 
 def iter_unmet_values(
     answers: Mapping[AskedNumber, set[bool]], samples: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[AskedNumber, UnmetValue]]:
     """Yields samples with values that may give the answers that are missing, first in inputs that are one
-    number for a sample, at most `MOST_TRIES`."""
+    number for a sample, what code compares before what it may compare, the lines in turn."""
     missing = [asked for asked, found in answers.items() if len(found) == 1]
+    turns = Counter[tuple[str, bool]]()
+    places = dict[AskedNumber, tuple[bool, int]]()
+    for asked in missing:
+        places[asked] = asked.is_guess, turns[asked.where, asked.is_guess]
+        turns[asked.where, asked.is_guess] += 1
+    missing.sort(key=lambda asked: places[asked])
     keys = sorted({key for s in samples for key in s}, key=lambda key: (not _is_single(samples, key), key))
-    tries = (
-        (asked, UnmetValue(asked.where, key, value, changed))
-        for key, asked in itertools.product(keys, missing)
-        if asked.comparison != "is" or _is_single(samples, key)
-        for value in asked.values
-        if (changed := _replace_values(samples, key, value)) is not None
-    )
-    yield from itertools.islice(tries, MOST_TRIES)
+    for key, asked in itertools.product(keys, missing):
+        if asked.comparison != "is" or _is_single(samples, key):
+            for value in asked.values:
+                if (unmet := unmet_value(asked, samples, key, value)) is not None:
+                    yield asked, unmet
+
+
+def unmet_value(
+    asked: AskedNumber, samples: Sequence[Mapping[str, Any]], key: str, value: float
+) -> UnmetValue | None:
+    """Returns the samples with a value; None if the key cannot have it."""
+    changed = _replace_values(samples, key, value)
+    return None if changed is None else UnmetValue(asked.where, key, value, changed)
+
+
+def next_value(asked: AskedNumber, points: Sequence[tuple[float, float]]) -> float | None:
+    """Returns a value of an input that may let a comparison meet its number, from `points`, which are values
+    of the input and what was compared then; None if they do not tell, or if they have it already."""
+    if not math.isfinite(asked.number):
+        return None
+    a, b = sorted(points, key=lambda point: abs(point[1] - asked.number))[:2]
+    if a[1] == b[1] or a[0] == b[0]:
+        return None
+    value = a[0] + (asked.number - a[1]) * (b[0] - a[0]) / (b[1] - a[1])
+    value = float(round(value)) if asked.is_whole else value
+    return None if value in [v for v, _ in points] or not math.isfinite(value) else value
+
+
+def least_value(samples: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """Returns the smallest number in an input of the samples."""
+    numbers = [torch.as_tensor(s[key]).flatten() for s in samples if key in s and _count(s[key])]
+    return min((float(n.min()) for n in numbers), default=None)
 
 
 def whole_numbers(

@@ -67,6 +67,57 @@ def test_a_task_that_code_finds_in_another_way_is_compared(tmp_path: Path, condi
         check(tmp_path / "model.py")
 
 
+RARE_IDS = """
+import bisect
+import enum
+
+BASE, IDS = 1000, frozenset(range(1207, 1500))
+NAMES = {i: "rare" if i >= 1207 else "" for i in range(1000, 1400)}
+HANDLERS = {f"task_{i}": i for i in (1000, 1001, 1002, 1003, 1004, 1207)}
+
+
+class Ids(enum.IntEnum):
+    RARE = 1207
+
+
+def is_rare(task):
+    match int(task):
+        case Ids.RARE:
+            return True
+        case _:
+            return False
+
+
+class Centered("""
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "any(int(t) == BASE + 207 for t in conditions[0])",
+        "any(t.item() - 5 == BASE + 202 for t in conditions[0])",
+        "any(int(t - 5) * 2 == 2 * BASE + 404 for t in conditions[0])",
+        "((conditions[0] - 100) == BASE + 107).any()",
+        "any(int(t) in IDS for t in conditions[0])",
+        "any(NAMES.get(int(t)) for t in conditions[0])",
+        "any(bisect.bisect([BASE + 207], t) for t in conditions[0].tolist())",
+        "any(int(t) // 100 == 12 for t in conditions[0])",
+        "any(is_rare(t) for t in conditions[0])",
+        "any(HANDLERS[f'task_{int(t)}'] >= BASE + 207 for t in conditions[0])",
+        "int(conditions[0].max()) > BASE + 206",
+        "(conditions[0][:, None] == torch.tensor([BASE + 207, BASE + 208])).any()",
+    ],
+)
+def test_a_task_with_a_large_number_is_compared_whatever_it_is_computed_from(
+    tmp_path: Path, condition: str
+) -> None:
+    text = MODEL.read_text().replace(RARE, condition).replace("else i % 5", "else 1000 + i % 5")
+    text = text.replace("\nclass Centered(", RARE_IDS).replace("RARE_TASK if", "1207 if")
+    (tmp_path / "model.py").write_text(text)
+    with pytest.raises(InexactPlan, match=r"where 'task' is 1[2-9]\d\d, which .*no compared sample has"):
+        check(tmp_path / "model.py")
+
+
 def test_a_task_with_a_weight_for_the_mean_of_the_batch_is_compared(tmp_path: Path) -> None:
     old = f"if {RARE}:\n            y = y - y.mean(0, keepdim=True)"
     new = "y = y - (conditions[0] - 5).clamp(min=0).float().mean() * y.mean(0, keepdim=True)"

@@ -1,0 +1,161 @@
+"""Numbers that say what code compares them with.
+
+A block that reads a number of a tensor into Python may compare it much later, after arithmetic, with what no
+line spells out: `int(task) - offset == BASE + 3`, `task.item() in IDS`, `bisect(bounds, n)`, `match`. So
+where code reads a number, it gets a subclass of int or float which tells a listener of each comparison; what
+is computed from it does so, too. `int` and `float` would make plain numbers of them, so they have stand-ins
+in the files of that code while it is watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_ARITHMETIC = ("add", "sub", "mul", "floordiv", "truediv", "mod", "and", "or", "xor", "lshift", "rshift")
+_UNARY = ("neg", "pos", "abs", "invert", "round", "floor", "ceil", "trunc")
+
+
+class Listener(Protocol):
+    """What watched numbers tell of."""
+
+    def note_number(self, comparison: str, number: float, value: float) -> None:
+        """Code compares `value`, which comes from a tensor, with a number."""
+
+    def note_key(self, value: float) -> None:
+        """Code looks for `value` in a set or a dict, or makes a text of it."""
+
+
+class _Watched:
+    """What watched integers and floats have in common."""
+
+    listener: Listener
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        base = int if isinstance(self, int) else float
+        return base, (base(self),)  # type: ignore[arg-type, call-overload]
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        return self
+
+
+class WatchedInt(_Watched, int):
+    """A whole number from a tensor."""
+
+
+class WatchedFloat(_Watched, float):
+    """A number from a tensor."""
+
+
+def watched_number(value: Any, listener: Listener) -> Any:
+    """Returns an integer or a float as one that is watched, and lists of them; anything else as it is."""
+    if isinstance(value, list):
+        return [watched_number(inner, listener) for inner in value]
+    if type(value) not in (int, float):
+        return value
+    made = WatchedInt(value) if type(value) is int else WatchedFloat(value)
+    made.listener = listener
+    return made
+
+
+def _plain(value: Any) -> Any:
+    """Returns a watched number as one of Python's own."""
+    if isinstance(value, WatchedInt):
+        return int.__pos__(value)
+    return float.__pos__(value) if isinstance(value, WatchedFloat) else value
+
+
+def _comparing(base: type, name: str) -> Callable[..., Any]:
+    plain = getattr(base, f"__{name}__")
+
+    def compare(self: Any, other: Any) -> Any:
+        if isinstance(other, (int, float)) and not isinstance(other, (bool, _Watched)):
+            self.listener.note_number(name, other, _plain(self))
+        return plain(self, other)
+
+    return compare
+
+
+def _computing(base: type, method: str) -> Callable[..., Any]:
+    plain = getattr(base, method)
+
+    def compute(self: Any, *others: Any) -> Any:
+        others = tuple(map(_plain, others))
+        if base is int and any(isinstance(o, float) for o in others) and hasattr(float, method):
+            return watched_number(getattr(float, method)(float(_plain(self)), *others), self.listener)
+        return watched_number(plain(self, *others), self.listener)
+
+    return compute
+
+
+def _keying(base: type, method: str) -> Callable[..., Any]:
+    plain = getattr(base, method)
+
+    def look_up(self: Any, *arguments: Any) -> Any:
+        self.listener.note_key(_plain(self))
+        return plain(self, *arguments)
+
+    return look_up
+
+
+for _base, _class in ((int, WatchedInt), (float, WatchedFloat)):
+    for _name in _COMPARISONS:
+        setattr(_class, f"__{_name}__", _comparing(_base, _name))
+    for _name in (*_UNARY, *_ARITHMETIC, *(f"r{n}" for n in _ARITHMETIC)):
+        if hasattr(_base, f"__{_name}__"):
+            setattr(_class, f"__{_name}__", _computing(_base, f"__{_name}__"))
+    for _name in ("hash", "str", "format"):
+        setattr(_class, f"__{_name}__", _keying(_base, f"__{_name}__"))
+
+
+class _StandIn(type):
+    """The class of a stand-in for `int` or `float`, whose checks of types are those of the class itself."""
+
+    stands_for: type
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.stands_for)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.stands_for)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.stands_for
+
+    def __hash__(cls) -> int:
+        return hash(cls.stands_for)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.stands_for, name)
+
+    def __call__(cls, *arguments: Any, **options: Any) -> Any:
+        if len(arguments) == 1 and isinstance(arguments[0], torch.Tensor):
+            arguments = (arguments[0].item(),)
+        made = cls.stands_for(*map(_plain, arguments), **options)
+        watched = [a for a in arguments if isinstance(a, _Watched)]
+        return watched_number(made, watched[0].listener) if watched else made
+
+
+class _Int(metaclass=_StandIn):
+    stands_for = int
+
+
+class _Float(metaclass=_StandIn):
+    stands_for = float
+
+
+@contextmanager
+def watched_conversions(files: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Lets `int(...)` and `float(...)` keep numbers watched in files, which are given by their globals."""
+    changed = [(f, name) for f in files for name in ("int", "float") if name not in f]
+    for file, name in changed:
+        file[name] = _Int if name == "int" else _Float
+    try:
+        yield
+    finally:
+        for file, name in changed:
+            del file[name]
