@@ -34,10 +34,19 @@ def restored_hook_state(hooks: Iterable[Callable[..., Any]]) -> Iterator[None]:
         saved.restore_values()
 
 
+def numbers_of_hooks(hooks: Iterable[Callable[..., Any]]) -> set[int]:
+    """Returns the whole numbers that hooks can reach: in their code, around it and in what they keep."""
+    saved = _SavedState()
+    for hook in hooks:
+        saved.save_hook(hook)
+    return saved.numbers
+
+
 class _SavedState:
-    """What was reached, with functions that put it back."""
+    """What was reached, with functions that put it back, and the whole numbers among it."""
 
     def __init__(self) -> None:
+        self.numbers = set[int]()
         self._seen = dict[int, Any]()  # by id, and so alive
         self._files = set[str]()  # modules that the hooks are defined in
         self._restores = list[Callable[[], object]]()
@@ -61,6 +70,8 @@ class _SavedState:
         if depth > _MOST_DEPTH or is_left_alone or id(value) in self._seen:
             return
         self._seen[id(value)] = value
+        if type(value) is int:
+            self.numbers.add(value)
         if is_module:
             for module in value.modules():
                 numbers = {n: v for n, v in vars(module).items() if isinstance(v, (int, float, str))}
@@ -90,7 +101,8 @@ class _SavedState:
             self._save(item, depth + 1)
 
     def _variables_of(self, function: FunctionType) -> Iterator[Any]:
-        """Yield what the variables around a function hold, which are put back."""
+        """Yield what the variables around a function hold, which are put back, and constants of its code."""
+        yield from function.__code__.co_consts
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # an empty cell
                 self._restores.append(partial(setattr, cell, "cell_contents", cell.cell_contents))

@@ -11,6 +11,7 @@ weights.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -20,7 +21,7 @@ from torch import nn, optim
 
 from secc.runtime.model.source_lines import current_source_line
 from secc.runtime.parameters.elementwise_check import ELEMENTWISE_OPTIMIZERS
-from secc.runtime.parameters.hook_state import restored_hook_state
+from secc.runtime.parameters.hook_state import numbers_of_hooks, restored_hook_state
 from secc.runtime.parameters.outside_weights import WatchedTensors
 from secc.runtime.parameters.sharded_optimizer import ParameterSlice, shard_optimizer
 
@@ -32,6 +33,7 @@ _STEP_SCALES = (1.0, 1e4, 1e-3, 30.0)  # of gradients: a bound on their norm act
 _LEARNING_RATE = 1e-2  # replaces the user's, which may be zero during warm-up
 _MOST_REAL_ENTRIES = 1 << 20  # of all parameters; of more, each dim has at most
 _FEW = 6
+_MOST_UPDATES = 1 << 16  # of parameters in the steps of one comparison
 _TOLERANCE = 1e-3  # of the largest change of a parameter, which float32 rounds
 
 
@@ -51,7 +53,18 @@ def why_whole_model(build: BuildOptimizer, trained: Mapping[str, torch.Tensor]) 
     """Returns why ranks must hold the whole model for a step: the optimizer, or a hook, takes parameters from
     it that `build` was not given, as for a teacher that follows its student. None if it takes none, or if
     `build` cannot work on small parameters."""
-    given, found = list[nn.Parameter](), list[str]()
+    found = find_outside_parameters(build, trained)
+    if not found:
+        return None
+    return f"the step of the optimizer uses parameters of the model that it was not given ({found[0][1]})"
+
+
+def find_outside_parameters(
+    build: BuildOptimizer, trained: Mapping[str, torch.Tensor]
+) -> list[tuple[nn.Parameter, str]]:
+    """Returns the parameters that a step of the optimizer, or a hook, takes from the model, with the lines;
+    none if `build` cannot work on small parameters."""
+    given, found = list[nn.Parameter](), dict[nn.Parameter, str]()
 
     def build_and_note(params: NamedParams) -> optim.Optimizer:
         given.extend(p for _, p in params)
@@ -59,7 +72,7 @@ def why_whole_model(build: BuildOptimizer, trained: Mapping[str, torch.Tensor]) 
 
     def note_parameter(tensor: torch.Tensor) -> None:
         if isinstance(tensor, nn.Parameter) and all(tensor is not p for p in given):
-            found.append(current_source_line())
+            found.setdefault(tensor, current_source_line())
 
     starts = {n: torch.ones([min(e, _FEW) for e in p.shape]) for n, p in trained.items()}
     token = _IN_TRIAL.set(True)
@@ -68,14 +81,21 @@ def why_whole_model(build: BuildOptimizer, trained: Mapping[str, torch.Tensor]) 
         if type(optimizer) not in ELEMENTWISE_OPTIMIZERS or has_hooks(optimizer):
             with WatchedTensors(note_parameter):
                 whole = {n: (0, start.numel()) for n, start in starts.items()}
-                _step_on_part(build_and_note, starts, [starts] * len(_STEP_SCALES), whole)
+                _step_on_part(build_and_note, starts, [starts] * _count_steps(optimizer, len(starts)), whole)
     except Exception:  # whatever the user's code does with parameters that are not the model's
         pass
     finally:
         _IN_TRIAL.reset(token)
-    if not found:
-        return None
-    return f"the step of the optimizer uses parameters of the model that it was not given ({found[0]})"
+    return list(found.items())
+
+
+def _count_steps(optimizer: optim.Optimizer, parameters: int) -> int:
+    """Returns how many steps show what the hooks of an optimizer do that may act in every Nth only: twice the
+    largest number that they name, if that is not too much work for so many parameters."""
+    if not has_hooks(optimizer):
+        return len(_STEP_SCALES)
+    named = [n for n in numbers_of_hooks(_hooks_of(optimizer)) if 2 * n < _MOST_UPDATES // max(1, parameters)]
+    return max(2 * len(_STEP_SCALES), 2 * max(named, default=0) + 1)
 
 
 def is_trial_step() -> bool:
@@ -85,7 +105,12 @@ def is_trial_step() -> bool:
 
 def has_hooks(optimizer: optim.Optimizer) -> bool:
     """Whether code of the user's runs before or after each step of this optimizer."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    return bool(_hooks_of(optimizer))
+
+
+def _hooks_of(optimizer: optim.Optimizer) -> list[Callable[..., Any]]:
+    tables = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return [hook for table in tables for hook in table.values()]
 
 
 Part = dict[str, tuple[int, int]]  # the entries of each parameter that a rank holds: from, to
@@ -129,7 +154,7 @@ def _compare_steps(
         starts = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
         gradients = [
             {n: scale * torch.randn(shape, generator=generator) for n, shape in shapes.items()}
-            for scale in _STEP_SCALES
+            for scale in itertools.islice(itertools.cycle(_STEP_SCALES), _count_steps(optimizer, len(starts)))
         ]
         sizes = {n: start.numel() for n, start in starts.items()}
         everything = {n: (0, size) for n, size in sizes.items()}
@@ -175,8 +200,7 @@ def _step_on_part(
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), float):
             group["lr"] = _LEARNING_RATE
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    with restored_hook_state(hook for table in hooks for hook in table.values()):
+    with restored_hook_state(_hooks_of(optimizer)):
         for step in gradients:
             for name, (start, stop) in part.items():
                 if stop > start:

@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from secc.runtime.errors import UserError
 from secc.runtime.model.source_lines import current_source_line
+from secc.runtime.parameters.gradient_reduction import build_reduction_groups
+from secc.runtime.parameters.rank_weights import canonical_names, parameter_names_of_rank
 from secc.runtime.plan.schema import Plan
 
 # Attributes and methods of a tensor that read none of its entries.
@@ -144,20 +146,23 @@ class PartialWeights:
 
         return call_watched
 
+    def use_error(self, what: str, name: str, reason: str, where: str) -> UserError:
+        """Returns the error for a use of a weight in a line."""
+        return UserError(
+            f"{what} uses {name}, which it takes from the model: rank {self.rank} {reason}",
+            where,
+            "use the parameters that optimizer() gets; or compile with --strategy colocate and without"
+            " --dtype, tp, pp and sharding: then every rank trains and holds all weights",
+        )
+
     def _watch(self, what: str, function: Hook, reasons: Mapping[str, str]) -> Hook:
         if not reasons:
             return function
-        found = {id(t): (n, reasons[n]) for n, t in self.tensors.items() if n in reasons}
+        found = {id(t): n for n, t in self.tensors.items() if n in reasons}
 
         def refuse_partial(tensor: torch.Tensor) -> None:
-            name, reason = found.get(id(tensor), ("", ""))
-            if name:
-                raise UserError(
-                    f"{what} uses {name}, which it takes from the model: rank {self.rank} {reason}",
-                    current_source_line(),
-                    "use the parameters that optimizer() gets; or compile with --strategy colocate and"
-                    " without --dtype, tp, pp and sharding: then every rank trains and holds all weights",
-                )
+            if name := found.get(id(tensor), ""):
+                raise self.use_error(what, name, reasons[name], current_source_line())
 
         @wraps(function)
         def call_watched(*args: Any, **kwargs: Any) -> Any:
@@ -167,26 +172,54 @@ class PartialWeights:
         return call_watched
 
 
+def find_hook_conflict(plan: Plan, model: nn.Module, used: Mapping[str, str]) -> UserError | None:
+    """Returns the error with which a run of the plan would end if hooks of the optimizer use these parameters
+    that they take from the model (by name, each with the line), None if there is none."""
+    canonical = canonical_names(model)
+    own = [n for n, p in model.named_parameters() if p.requires_grad]
+    trained = {n: g.ranks for g in build_reduction_groups(plan, own, canonical) for n in g.names}
+    for rank in sorted({r for ranks in trained.values() for r in ranks}):
+        sections = [s for s in plan.sections if rank in s.mesh.ranks]
+        sharded = {canonical[n] for s in sections if s.sharding != "none" for n in s.params}
+        cut = {canonical[shard.name] for s in sections for shard in s.shards}
+        weights = find_partial_weights(
+            plan,
+            rank,
+            model,
+            canonical,
+            trained,
+            held=parameter_names_of_rank(plan, model, rank),
+            in_parts=cut,
+            copied={n for n, ranks in trained.items() if plan.dtype or (n in sharded and len(ranks) > 1)},
+        )
+        for name, where in used.items():
+            if reason := weights.missing.get(name) or weights.unshared.get(name):
+                return weights.use_error("a hook of the optimizer", name, reason, where)
+    return None
+
+
 def find_partial_weights(
     plan: Plan,
     rank: int,
     model: nn.Module,
     canonical: Mapping[str, str],
     trained: Mapping[str, Collection[int]],
+    held: Collection[str],
     in_parts: Collection[str],
     copied: Collection[str],
     early: Collection[str] = (),
 ) -> PartialWeights:
     """Returns what code between steps may not use on a rank. canonical: one name for each parameter. trained:
-    the ranks that train each trained parameter. in_parts: parameters that this rank holds a part of. copied:
-    parameters that its optimizer updates in a part or a copy. early: sections that have computed for the next
-    step when code between steps runs."""
+    the ranks that train each trained parameter. held: parameters that this rank holds. in_parts: those that
+    it holds a part of. copied: those that its optimizer updates in a part or a copy. early: sections that
+    have computed for the next step when code between steps runs."""
     optimizing = {r for ranks in trained.values() for r in ranks}
     holders: dict[str, set[int]] = {}
     for section in plan.sections:
         for name in {canonical.get(n, n) for n in section.params}:
             holders.setdefault(name, set()).update(section.mesh.ranks)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    buffers = dict(model.named_buffers())
+    tensors = {**dict(model.named_parameters()), **buffers}
     missing, unshared, unwritable = dict[str, str](), dict[str, str](), dict[str, str]()
     read_early = {
         n: s
@@ -196,8 +229,9 @@ def find_partial_weights(
     }
     for name, tensor in tensors.items():
         others = sorted(holders.get(name, {rank}) - optimizing)
-        if tensor.is_meta or name in in_parts:
-            missing[name] = "does not hold it" if tensor.is_meta else "has a part of it"
+        is_held = not tensor.is_meta if name in buffers else name in held
+        if not is_held or name in in_parts:
+            missing[name] = "has a part of it" if is_held else "does not hold it"
         elif name in copied:
             unshared[name] = "updates a part or a copy of it, and writes it back after the hooks"
         elif name not in trained and others:

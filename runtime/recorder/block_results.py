@@ -72,10 +72,10 @@ def is_large_input(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.numel() > LARGE_INPUT_ENTRIES
 
 
-def find_fakes(tensors: list[torch.Tensor]) -> frozenset[int]:
-    """Return the places of the tensors without values that have dims. A scalar may be the loss so far: a
-    call that leaves it alone is no part of it."""
-    return frozenset(i for i, tensor in enumerate(tensors) if is_fake(tensor) and tensor.dim())
+def find_fakes(tensors: list[torch.Tensor], fixed: Collection[int] = ()) -> frozenset[int]:
+    """Return the places of the tensors without values that have dims, or that no input decides, by the places
+    `fixed`. Another scalar may be the loss so far: a call that leaves it alone is no part of it."""
+    return frozenset(i for i, t in enumerate(tensors) if is_fake(t) and (t.dim() or i in fixed))
 
 
 def copy_without_values(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
@@ -298,10 +298,15 @@ class BlockResultCache:
             result = other_sizes.with_shapes(rule)
             if result is not None:
                 return result
-        return self._run_or_recall(path, key, arguments, run)
+        return self._run_or_recall(path, key, arguments, run, fixed)
 
     def _run_or_recall(
-        self, path: str, base_key: tuple[Any, ...], arguments: Any, run: Callable[[], BlockRun]
+        self,
+        path: str,
+        base_key: tuple[Any, ...],
+        arguments: Any,
+        run: Callable[[], BlockRun],
+        fixed: frozenset[int],
     ) -> BlockResult:
         inputs = [t for _, t in nested_values.iter_tensors(arguments)]
         key = (*base_key, _describe_arguments(arguments))
@@ -316,7 +321,9 @@ class BlockResultCache:
         # this run is not the user's.
         out, input_independent, reads, hazards, draws = contextvars.Context().run(run)
         result = BlockResult(
-            result_skeleton(out, inputs, versions, input_independent, find_fakes(inputs) if reads else ()),
+            result_skeleton(
+                out, inputs, versions, input_independent, find_fakes(inputs, fixed) if reads else ()
+            ),
             reads,
             hazards,
             tuple(d.relative_to_block(path) for d in draws),

@@ -225,6 +225,7 @@ class Trainer:
             model,
             canonical,
             {n: h.ranks for h in reductions for n in h.names},
+            held={n for n, p in params.items() if not p.is_meta},
             in_parts=context.parameter_cuts.keys() | context.zero3.parameter_names,
             copied={n for n, p in params.items() if p in copied},
             early=self._find_early_sections(),

@@ -90,7 +90,13 @@ from secc.runtime.model.outlined_forward import StatementRange
 from secc.runtime.model.user_file import UserModel, load_model_file
 from secc.runtime.parameters.elementwise_check import CannotProbe, why_coupled, why_not_elementwise
 from secc.runtime.parameters.mixed_precision import cast_model, check_trainable_dtype, compute_dtype
-from secc.runtime.parameters.optimizer_parts import why_not_apart, why_not_sliced, why_whole_model
+from secc.runtime.parameters.optimizer_parts import (
+    find_outside_parameters,
+    why_not_apart,
+    why_not_sliced,
+    why_whole_model,
+)
+from secc.runtime.parameters.outside_weights import find_hook_conflict
 from secc.runtime.parameters.rank_weights import describe_parameters, imported_file_copy
 from secc.runtime.plan import schema as plan_schema
 from secc.runtime.plan.schema import ModelRef, Plan
@@ -257,6 +263,12 @@ def compile_model(
         raise
     versions = {"secc": __version__, "torch": torch.__version__.split("+")[0]}
     plan = subtract_whole_parameters(plan_codegen.build_plan(planned.module, ref, versions))
+    if get_string(graph_of(planned.module), "coupled") and (
+        conflict := find_hook_conflict(plan, meta, _parameters_of_hooks(user, meta, model))
+    ):
+        if options.strategy != "auto":
+            raise conflict
+        return compile_model(path, dataclasses.replace(options, strategy="colocate"), progress)
     small_failure = _why_small_model_fails(user, survey) if model is None else ""
     notes = _collect_notes(planned, survey, options, small_failure)
     plan = dataclasses.replace(plan, checks=plan.checks | notes | padding.as_checks(inputs))
@@ -452,6 +464,15 @@ def optimizer_limits(user: UserModel, meta: nn.Module) -> dict[str, str]:
     except CannotProbe as error:
         limits["unprobed"] = str(error)
     return {name: reason for name, reason in limits.items() if reason}
+
+
+def _parameters_of_hooks(user: UserModel, meta: nn.Module, model: nn.Module | None) -> dict[str, str]:
+    """Returns the parameters of the model that a step of the user's optimizer takes from it, with the lines:
+    of the model that the model file has made last."""
+    trained = {name: p for name, p in meta.named_parameters() if p.requires_grad}
+    found = dict(find_outside_parameters(user.build_optimizer, trained))
+    models = [meta] if model is None else [meta, model]
+    return {n: found[p] for m in models for n, p in m.named_parameters() if p in found}
 
 
 def _takes_bare_parameters(user: UserModel, trained: Sequence[tuple[str, nn.Parameter]]) -> bool:

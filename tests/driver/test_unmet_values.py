@@ -11,7 +11,7 @@ from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.driver.unmet_values import AskedNumber, ComparisonWatch, iter_unmet_values, whole_numbers
-from secc.errors import InexactPlan
+from secc.errors import InexactPlan, UserError
 from secc.frontend.dataset.survey import DatasetSurvey, DrawnSample
 from tests.models import unmet_task
 
@@ -146,6 +146,31 @@ def test_a_task_that_a_function_between_modules_reads_is_compared(tmp_path: Path
     text = text.replace("RARE_TASK = 7", "RARE_TASK = 1007").replace("else i % 5", "else 1000 + i % 5")
     (tmp_path / "model.py").write_text(text)
     with pytest.raises(InexactPlan, match=r"where 'task' is 1007, which this line asks for"):
+        check(tmp_path / "model.py")
+
+
+HEATED = """
+class Heat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, heat: torch.Tensor, task: torch.Tensor) -> torch.Tensor:
+        return heat * self.scale if float(task.float().std()) > 3.0 else heat
+
+
+class TaggedReader"""
+
+
+def test_a_temperature_that_a_block_returns_as_it_is_in_all_captures_is_a_result(tmp_path: Path) -> None:
+    text = MODEL.read_text().replace("\nclass TaggedReader", HEATED).replace(RARE, "False")
+    text = text.replace(
+        "self.embed, self.head =",
+        "self.cold, self.heat = nn.Parameter(torch.ones(())), Heat()\n        self.embed, self.head =",
+    )
+    text = text.replace("self.head(x)", "(self.heat(self.cold.exp(), task) * self.head(x))")
+    (tmp_path / "model.py").write_text(text)
+    with pytest.raises(UserError, match="heat reduces its samples to a value that is the whole batch's"):
         check(tmp_path / "model.py")
 
 

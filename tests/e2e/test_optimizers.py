@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from secc.driver.compile import compile_model
+from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from secc.runtime.plan.schema import Plan
 from tests.e2e.harness import assert_same_training, compile_and_write, run_plan_ranks
@@ -100,14 +102,37 @@ def test_sharded_states_are_refused_where_a_hook_reads_the_model(tmp_path: Path)
         )
 
 
-@pytest.mark.gloo
-def test_a_hook_that_changes_weights_which_another_rank_holds_ends_the_run(tmp_path: Path) -> None:
+USED = r"a hook of the optimizer uses teacher\.0\.weight.*"
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ({"strategy": "apart"}, "does not hold it"),
+        ({"dtype": "bf16"}, "updates a part or a copy of it"),
+    ],
+)
+def test_a_hook_that_uses_weights_which_its_ranks_lack_is_refused_when_the_plan_is_made(
+    tmp_path: Path, choice: dict[str, Any], reason: str
+) -> None:
     """The teacher's rank has no optimizer, and so no hook."""
-    compile_and_write(
-        TEACHER, tmp_path / "plan", cluster="local:2", global_batch=GLOBAL_BATCH, strategy="apart"
+    options = CompileOptions(cluster="local:2", global_batch=GLOBAL_BATCH, **choice)
+    with pytest.raises(UserError, match=r"a hook of the optimizer uses .*, which it takes") as refused:
+        compile_model(TEACHER, options)
+    assert reason in refused.value.message and "following_teacher.py:" in refused.value.where
+
+
+def test_a_hook_that_acts_in_every_40th_step_only_is_refused_when_the_plan_is_made(tmp_path: Path) -> None:
+    text = TEACHER.read_text().replace(
+        "pairs = zip(",
+        "Found.steps += 1\n        if Found.steps % 40:\n            return\n        pairs = zip(",
     )
-    arguments = ["--steps", "1", "--log-dir", str(tmp_path)]
-    with pytest.raises(
-        AssertionError, match=r"a hook of the optimizer uses teacher\.0\.weight.*does not hold"
-    ):
-        run_plan_ranks(tmp_path / "plan", 2, arguments)
+    path = tmp_path / "seldom.py"
+    path.write_text(text.replace("    net: Taught\n", "    net: Taught\n    steps = 0\n"))
+    with pytest.raises(UserError, match=USED):
+        compile_model(path, CompileOptions(cluster="local:2", global_batch=GLOBAL_BATCH, strategy="apart"))
+
+
+def test_a_plan_of_no_chosen_strategy_keeps_together_what_a_hook_needs() -> None:
+    made = compile_model(TEACHER, CompileOptions(cluster="local:2", global_batch=GLOBAL_BATCH))
+    assert len({s.mesh.ranks for s in made.plan.sections}) == 1
