@@ -26,7 +26,13 @@ from secc.runtime.model.user_file import load_model_file
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import Plan
 from secc.runtime.tensor_parallel.parameter_cuts import cut_of_shard
-from secc.runtime.training.eager_reference import GRADIENT_FLOOR, GRADIENT_TOLERANCE, LOSS_TOLERANCE
+from secc.runtime.training.eager_reference import (
+    GRADIENT_FLOOR,
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    run_eager,
+)
+from secc.runtime.training.widened_floats import widen_batch, widened_floats
 from tools.train_plain import nudge_weights, train_model
 
 PRELOADED_MODULES = ["secc.runtime.training.trainer", "torch.distributed.checkpoint", "torch._dynamo"] + [
@@ -112,6 +118,16 @@ def train_in_one_process(
         torch.load(gradients / "rank.pt", map_location="cpu"),
         {n: p.detach().cpu() for n, p in model.named_parameters()},
     )
+
+
+def compute_exact_gradients(path: Path, global_batch: int, seed: int = 0) -> dict[str, torch.Tensor | None]:
+    """The gradients of the first step in float64, of the weights that `train_in_one_process` starts with."""
+    torch.manual_seed(seed)
+    user = load_model_file(path)
+    model, length = user.build_model(), len(user.dataset())
+    batch = user.collate([user.load_sample(i % length, seed, epoch=i // length) for i in range(global_batch)])
+    with widened_floats(model, torch.float64):
+        return run_eager(model, widen_batch(batch, torch.float64)).gradients
 
 
 def save_nudged_weights(path: Path, folder: Path, nudge: int, seed: int = 0) -> None:

@@ -6,12 +6,18 @@ diverges: no two programs agree there, and plain PyTorch does not agree with its
 by their last bit. So the reference is trained a few times more, with weights moved in that way. A loss,
 gradient or parameter in which it then agrees with itself keeps its tolerance; in others a run may differ by
 at most `FACTOR` times as much as the reference does.
+
+A gradient that is zero but for rounding (of a bias in front of a norm) has rounding errors of the size of
+what was summed, not of its own. It is compared with what float64 gives: a run may be at most `FACTOR` times
+as far from that as plain PyTorch in float32 is.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+
+import torch
 
 from tools.compare_training import TrainingResult, measure_differences
 
@@ -33,6 +39,35 @@ def measure_own_differences(
         for found in measure_differences(train(seed), reference):
             own[found.quantity] = max(own.get(found.quantity, 0.0), found.tolerances)
     return own
+
+
+def judge_by_float64(
+    found: TrainingResult, reference: TrainingResult, exact: Mapping[str, torch.Tensor | None]
+) -> str:
+    """`WITHIN_ROUNDING` with the gradient that is farthest from `exact`, which float64 gives, against the
+    reference's own distance; "" if something else differs, or a gradient by more than that allows."""
+    beyond = [d for d in measure_differences(found, reference) if d.is_beyond]
+    names = [d.quantity.removeprefix("gradient of ") for d in beyond]
+    ratios = {
+        n: _ratio_of_errors(found.gradients.get(n), reference.gradients.get(n), exact.get(n)) for n in names
+    }
+    if not beyond or not all(ratio <= FACTOR for ratio in ratios.values()):
+        return ""
+    worst = max(ratios, key=lambda name: ratios[name])
+    return (
+        f"{WITHIN_ROUNDING}: gradient of {worst} is {ratios[worst]:.2g} times as far from what float64 gives"
+        " as plain PyTorch's"
+    )
+
+
+def _ratio_of_errors(
+    found: torch.Tensor | None, reference: torch.Tensor | None, exact: torch.Tensor | None
+) -> float:
+    """How far a gradient is from the exact one, in units of the distance of the reference."""
+    if found is None or reference is None or exact is None:
+        return math.inf
+    own = float((reference.double() - exact).norm())
+    return float((found.double() - exact).norm()) / own if own else math.inf
 
 
 def judge_by_rounding(found: TrainingResult, reference: TrainingResult, own: Mapping[str, float]) -> str:

@@ -18,12 +18,18 @@ from tools.census.row_check import Outcome, RowResult, is_exact_run
 from tools.census.table import write_table
 from tools.compare_training import (
     TrainingResult,
+    compute_exact_gradients,
     find_differences,
     measure_differences,
     train_in_one_process,
     write_recording_model,
 )
-from tools.rounding import WITHIN_ROUNDING, judge_by_rounding, measure_own_differences
+from tools.rounding import (
+    WITHIN_ROUNDING,
+    judge_by_float64,
+    judge_by_rounding,
+    measure_own_differences,
+)
 from tools.train_plain import nudge_weights
 from tools.zoo import GLOBAL_BATCH, STEPS
 
@@ -114,6 +120,53 @@ def test_each_quantity_is_judged_by_its_own_difference() -> None:
     assert not judge_by_rounding(plain, plain, own)
     other = replace(found, parameters={"w": torch.full((2,), 1.001)})
     assert not judge_by_rounding(other, plain, own)
+
+
+BEFORE_NORM = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv1d(3, 8, 3), nn.InstanceNorm1d(8), nn.Linear(8, 5)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(torch.relu(self.norm(self.conv(x))).mean(-1)), y)
+
+
+def model():
+    torch.manual_seed(0)
+    return Normed()
+
+
+def dataset():
+    g = torch.Generator().manual_seed(1)
+    samples = range(48)
+    return [{"x": torch.randn(3, 9, generator=g), "y": torch.randint(0, 5, (), generator=g)} for _ in samples]
+"""
+
+
+def test_a_gradient_that_is_rounding_is_compared_with_float64(tmp_path: Path) -> None:
+    (tmp_path / "before_norm.py").write_text(BEFORE_NORM)
+    model = write_recording_model("before_norm", tmp_path, tmp_path)
+    plain, exact = _train(model), compute_exact_gradients(model, GLOBAL_BATCH)
+    noise, weight = plain.gradients["conv.bias"], plain.gradients["conv.weight"]
+    assert noise is not None and weight is not None and exact["conv.bias"].norm() < 1e-6 * noise.norm()  # type: ignore[union-attr]
+    total = sum(float(g.norm()) ** 2 for g in plain.gradients.values() if g is not None) ** 0.5
+    # As a plan sums it: rounded otherwise, as large, and beyond the tolerance.
+    scale = max(1.0, 3e-8 * total / float(noise.norm()))
+    plain = replace(plain, gradients=plain.gradients | {"conv.bias": scale * noise})
+    otherwise = replace(plain, gradients=plain.gradients | {"conv.bias": -scale * noise})
+    assert list(find_differences(otherwise, plain))
+    assert judge_by_float64(otherwise, plain, exact).startswith(WITHIN_ROUNDING)
+    far = replace(plain, gradients=plain.gradients | {"conv.bias": -4 * scale * noise})
+    wrong = replace(otherwise, gradients=otherwise.gradients | {"conv.weight": 1.001 * weight})
+    lost = replace(plain, gradients=plain.gradients | {"conv.bias": None})
+    for other in (far, wrong, lost, plain, replace(otherwise, losses=[2.0] * STEPS)):
+        assert not judge_by_float64(other, plain, exact)
 
 
 def test_what_is_no_number_is_beyond_any_tolerance() -> None:

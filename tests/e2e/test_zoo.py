@@ -5,10 +5,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from tools.zoo import CAUSES, EXACT, SKIPPED, Row, look, print_table, summarize
+from secc.driver.compile import CompiledPlan
+from secc.driver.compile_options import CompileOptions
+from secc.errors import UserError
+from tools import zoo
+from tools.zoo import CAUSES, EXACT, SKIPPED, Row, look, print_table, summarize, train_reference
 from tools.zoo_models import entries, entry
 
 QUICK = ("gemma3", "gpt_oss")
@@ -58,6 +64,25 @@ def test_every_entry_has_a_unique_name_and_a_model_file() -> None:
     names = [e.name for e in entries()]
     assert len(names) == len(set(names)) >= 25
     assert all(f'entry("{e.name}")' in e.source() for e in entries())
+
+
+def test_the_reference_of_a_model_that_draws_computes_what_the_plan_was_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[CompileOptions]()
+
+    def refuse(_: Path, options: CompileOptions) -> CompiledPlan:
+        asked.append(options)
+        raise UserError("no further")
+
+    monkeypatch.setattr(zoo, "compile_model", refuse)
+    given = CompileOptions(
+        cluster="local:3", set=("net.dp=3",), strategy="apart", balance_loss="global", gather=("net",)
+    )
+    compiled = cast(CompiledPlan, SimpleNamespace(plan=SimpleNamespace(draws=(1,)), options=given))
+    with pytest.raises(UserError, match="no further"):
+        train_reference(compiled, tmp_path / "model.py", tmp_path)
+    assert asked == [CompileOptions(cluster="local:1", balance_loss="global", gather=("net",))]
 
 
 def test_failures_are_listed_by_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
