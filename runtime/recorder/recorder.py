@@ -183,8 +183,13 @@ class Recorder:
         that number, counted from 0.
         """
         self._until = until
-        with suppress(UnpredictedShape):
+        try:
             return self._record_with_rules(batch, rules)
+        except UnpredictedShape:
+            pass
+        except UserError:
+            if not rules:
+                raise  # else perhaps since the batch takes another path than the one with these shapes
         return self._record_with_rules(batch, NO_SHAPE_RULES)
 
     @property
