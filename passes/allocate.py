@@ -630,8 +630,7 @@ def _write_allocation(
     solver_record = {
         "status": solution.status,
         "gap": solution.gap,
-        **_search_facts(won),
-        SHOWN_BATCH: solved.make_evaluator().number_of_mean_batch(won.evaluation),
+        **_search_facts(won, solved.make_evaluator()),
         **_objective_facts(asked, solution.ranks),
         **({"least_step_s": least_step_s} if least_step_s else {}),
         **(facts or {}),
@@ -665,16 +664,17 @@ def _objective_facts(asked: Problem, ranks: int) -> dict[str, Any]:
     return found | ({"free_ranks": asked.ranks - ranks} if asked.pools else {})
 
 
-def _search_facts(won: RefinedPlan) -> dict[str, Any]:
+def _search_facts(won: RefinedPlan, evaluator: PlanEvaluator) -> dict[str, Any]:
     """Returns two predictions of the step: by the closed forms that the solver minimises, and simulated in
     the order that ranks run, the latter also for each drawn batch, with the number of plans that were
-    simulated."""
-    steps = [ns / 10**9 for ns in won.evaluation.batch_ns]
+    simulated and the batch that reports show."""
+    steps = [ns / 10**9 for ns in evaluator.steps_as_drawn(won.evaluation)]
     return {
         "closed_form_s": won.closed_form_ns / 10**9,
         "simulated_s": won.evaluation.time_ns / 10**9,
         "tried": won.evaluated_plans,
         **({"batch_steps_s": steps} if steps else {}),
+        SHOWN_BATCH: evaluator.number_of_mean_batch(won.evaluation),
     }
 
 

@@ -192,12 +192,17 @@ class PlanEvaluator:
         other.message_ns = {(e.src, e.dst): other._message_ns(e.src, e.dst) for e in problem.edges}
         return other
 
+    def steps_as_drawn(self, evaluation: Evaluation) -> tuple[int, ...]:
+        """The steps in ns of an evaluation on all batches, in the order in which the batches were drawn; ()
+        where there is one batch."""
+        steps = dict(zip(self._batch_numbers, evaluation.batch_ns, strict=False))
+        return tuple(steps[i] for i in sorted(steps))
+
     def number_of_mean_batch(self, evaluation: Evaluation) -> int:
         """The number, in the order in which they were drawn, of the batch with the step that is closest to
         the mean of an evaluation on all batches."""
-        steps = evaluation.batch_ns or (0,)
-        closest = min(range(len(steps)), key=lambda i: (abs(steps[i] - evaluation.time_ns), i))
-        return self._batch_numbers[closest]
+        steps = self.steps_as_drawn(evaluation) or (0,)
+        return min(range(len(steps)), key=lambda i: (abs(steps[i] - evaluation.time_ns), i))
 
     def evaluate(self, assignment: Assignment, ranks: GroupRanks) -> Evaluation:
         """Mean evaluation over all batches."""

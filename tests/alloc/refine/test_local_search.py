@@ -334,6 +334,7 @@ def test_the_best_plan_is_tried_with_other_norms_last(monkeypatch: pytest.Monkey
     monkeypatch.setattr(PlanEvaluator, "evaluate_batch", faster_on_parts)
     monkeypatch.setattr(local_search, "MAX_EVALUATED_PLANS", 0)
     monkeypatch.setattr(local_search, "MOST_LIGHTER_PLANS", 0)
+    monkeypatch.setattr(local_search, "MOST_PLANS_WITH_OTHER_GROUPS", 0)
     monkeypatch.setattr(local_search, "start_plans", lambda *_: [])
     monkeypatch.setattr(_LocalSearch, "_shorten_waits", lambda _, a: a)
 
@@ -352,8 +353,19 @@ def test_the_shown_batch_has_the_step_closest_to_the_mean() -> None:
     _, _, evaluator = vlm_problem()
     steps = (10, 30, 19, 25)
     drawn = sample_sizes.draw_search_batches(evaluator.work.graph, 32)
-    number = evaluator.number_of_mean_batch(Evaluation(21, True, 1, {}, steps))
+    evaluation = Evaluation(21, True, 1, {}, steps)
+    number = evaluator.number_of_mean_batch(evaluation)
     assert drawn[number] == evaluator.batches[2]
+    assert evaluator.steps_as_drawn(evaluation)[number] == steps[2]
+
+
+def test_steps_are_given_in_the_order_in_which_batches_were_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "_order_typical_first", lambda work, batches: [2, 0, 1, 3])
+    _, _, evaluator = vlm_problem()
+    evaluation = Evaluation(21, True, 1, {}, (19, 10, 30, 25))
+    assert evaluator.steps_as_drawn(evaluation) == (10, 30, 19, 25)
+    assert evaluator.number_of_mean_batch(evaluation) == 2
+    assert evaluator.steps_as_drawn(Evaluation(21, True, 1)) == ()
 
 
 def test_idle_devices_are_assigned() -> None:
