@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from secc.alloc.problem.build_problem import MAX_EXPERT_PARTS
 from secc.alloc.problem.candidate_memory import memory_on_rank
-from secc.alloc.problem.candidate_pruning import powers_of_two
+from secc.alloc.problem.candidate_pruning import powers_of_two, stage_counts
 from secc.alloc.problem.candidates import price_candidate
 from secc.alloc.problem.in_flight import in_flight_alternating
 from secc.alloc.problem.row_parts import row_parts_for_long_samples
@@ -83,7 +83,8 @@ class BaselineSpace:
 
     def stage_counts(self, section: str) -> list[int]:
         """Possible numbers of stages."""
-        return powers_of_two(min(count_layers(self.base, section), MAX_STAGES, self.ranks))
+        most = min(MAX_STAGES, self.ranks)
+        return [n for n in stage_counts(count_layers(self.base, section)) if n <= most]
 
     def micro_batch_sizes(self, section: str, dp: int) -> list[int]:
         """Possible micro-batches, in mean samples."""

@@ -503,7 +503,9 @@ def parallel_shapes(
     layers = count_cuttable_layers(work, load)
     chunks, placement = pins.interleaving(load.name) or (1, "loop")
     may_have_stages = (free or chunks > 1) and not (load.cost.trainable and work.coupled)
-    stages = candidate_pruning.powers_of_two(max(1, layers)) if may_have_stages else [1]
+    # Closed forms cannot tell the pipelines of mixtures of experts apart, so these get fewer to compare.
+    counts = candidate_pruning.powers_of_two if load.cost.experts else candidate_pruning.stage_counts
+    stages = counts(max(1, layers)) if may_have_stages else [1]
     ep = pins.pinned_number(load.name, "ep") or 1
     shapes = [
         ReplicaShape(tp, pp, cp, chunks=chunks, placement=placement)

@@ -1,8 +1,9 @@
 """Enumerates layouts of a section and drops candidates that are dominated by another one.
 
 Tensor parallelism stays inside a node and is a power of two; numbers of stages are powers of two up to the
-number of layers. A section on more than `ANY_COUNT_MAX_RANKS` ranks takes whole nodes, so that the number of
-candidates grows with nodes and not with ranks. Of candidates on the same number of ranks, those stay that no
+number of layers, and others that divide the layers almost evenly (`stage_counts`). A section on more than
+`ANY_COUNT_MAX_RANKS` ranks takes whole nodes, so that the number of candidates grows with nodes and not with
+ranks. Of candidates on the same number of ranks, those stay that no
 other one beats in time, waits and memory at once (a Pareto front). A candidate with pipeline stages can only
 be dominated by another one with stages: in a scheduled step they wait for more than closed forms predict, and
 the local search (`secc.alloc.refine.local_search`) needs alternatives to them.
@@ -15,12 +16,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from secc.alloc.problem.types import Candidate
 
 ANY_COUNT_MAX_RANKS = 32  # clusters up to this size are divided rank by rank, larger ones node by node
+MOST_MORE_LAYERS = (
+    1 / 16
+)  # in the longest of a number of stages that is no power of two, than in the mean one
 MEMORY_RESOLUTION = 40  # of the capacity: memories in one step count as equal
 
 
 def powers_of_two(most: int) -> list[int]:
     """1, 2, 4, ... up to `most`."""
     return [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+
+
+def stage_counts(layers: int) -> list[int]:
+    """Numbers of stages for a section of `layers` layers, ascending: powers of two, and 3, 5 and 7 times
+    these where the longest stage has at most `MOST_MORE_LAYERS` more layers than the mean one.
+
+    Such a number lets a pipeline leave as many nodes to other sections as these need: of 32 nodes, replicas
+    of 5 nodes leave 2, and replicas of 4 nodes leave none or 4.
+    """
+    counts = (odd * n for odd in (1, 3, 5, 7) for n in powers_of_two(layers // odd))
+    return sorted(
+        n for n in counts if not n & (n - 1) or -(-layers // n) * n <= layers * (1 + MOST_MORE_LAYERS)
+    )
 
 
 def replica_counts(replica: int, ranks: int, per_node: int, most: int) -> Iterator[int]:

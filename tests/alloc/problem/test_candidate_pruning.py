@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from secc.alloc.problem.candidate_pruning import powers_of_two, prune_dominated, replica_counts
+from secc.alloc.problem.candidate_pruning import (
+    powers_of_two,
+    prune_dominated,
+    replica_counts,
+    stage_counts,
+)
 from secc.alloc.problem.types import Candidate
 
 
@@ -57,3 +62,14 @@ def test_candidates_that_do_not_fit_stay_only_if_nothing_fits() -> None:
     fits = Candidate(dp=1, micro_batch=1, time_ns=9, memory=900)
     assert prune_dominated([large, larger, fits], 1000) == (fits,)
     assert prune_dominated([large, larger], 1000) == (large,)
+
+
+def test_numbers_of_stages_divide_layers_almost_evenly() -> None:
+    assert stage_counts(1) == [1] and stage_counts(3) == [1, 2, 3]
+    assert stage_counts(28) == [1, 2, 4, 7, 8, 14, 16, 28]
+    assert stage_counts(64) == [1, 2, 3, 4, 5, 6, 8, 16, 32, 64]
+    for layers in range(1, 130):
+        counts = stage_counts(layers)
+        assert counts == sorted(set(counts)) and {*powers_of_two(layers)} <= {*counts}
+        assert all(1 <= n <= layers for n in counts)
+        assert all(-(-layers // n) * n <= layers * 17 / 16 for n in {*counts} - {*powers_of_two(layers)})

@@ -42,7 +42,7 @@ ONCE, TWICE = GRAPH.format(second="", last="%h"), GRAPH.format(second=SECOND_CAL
 
 @pytest.mark.parametrize(
     ("text", "pins", "stages"),
-    [(ONCE, [], {1, 2, 4, 8}), (TWICE, [], {1}), (TWICE, ["tower.pp=2"], {2})],
+    [(ONCE, [], {1, 2, 3, 4, 5, 6, 8}), (TWICE, [], {1}), (TWICE, ["tower.pp=2"], {2})],
     ids=["once", "twice", "pinned"],
 )
 def test_stages_that_are_weighed_for_repeated_layers(text: str, pins: list[str], stages: set[int]) -> None:

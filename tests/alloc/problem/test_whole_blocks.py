@@ -36,7 +36,7 @@ REASON = "one block, because its glue changes"
 @pytest.mark.parametrize(
     ("whole", "pins", "stages"),
     [
-        ("", [], {1, 2, 4, 8}),
+        ("", [], {1, 2, 3, 4, 5, 6, 8}),
         (f'whole = "{REASON}",', [], {1}),
         (f'whole = "{REASON}",', ["tower.pp=2"], {2}),
     ],
