@@ -9,9 +9,10 @@ such that each section gets its first neighbour before any gets its second, and 
 come before other norms and micro-batches. A plan does not count if its scheduled step exceeds memory.
 
 Closed forms may misjudge a section on few ranks. So the search goes on with plans that take ranks to the
-section that the schedule of the best plan shows to be busiest, until none of them is better. Then its
-pipeline on most ranks is tried in other numbers of stages, on as many ranks: these are several moves away, as
-each number has its own replicas and micro-batches. Norms decide which shapes are good, and shapes which
+section that the schedule of the best plan shows to be busiest, until none of them is better. Then two of its
+groups are tried on shared ranks, and sections apart from their group. Then its pipeline on most ranks is
+tried in other numbers of stages, on as many ranks: these are several moves away, as each number has its own
+replicas and micro-batches. Norms decide which shapes are good, and shapes which
 norms; as other shapes are tried first, the best plans are last tried with other norms. Of mixtures of experts
 closed forms misjudge whole kinds of plans: replicas that exchange tokens wait for each other in every round,
 and stages for the longest micro-batch. So the search also looks around the best plan of each number of parts
@@ -39,7 +40,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, compress, islice, product
+from itertools import accumulate, combinations, compress, islice, product
 
 from secc import process_map
 from secc.alloc.problem.closed_form import evaluate_assignment, groups_that_run_ahead
@@ -52,7 +53,12 @@ from secc.alloc.refine.schedule_evaluation import (
     PlanEvaluator,
     mean_evaluation,
 )
-from secc.alloc.refine.start_plans import plans_of_kinds, sections_with_experts, start_plans
+from secc.alloc.refine.start_plans import (
+    plans_of_kinds,
+    plans_with_dealt_samples,
+    sections_with_experts,
+    start_plans,
+)
 from secc.alloc.solver.allocation_solver import solve_allocation
 
 MAX_EVALUATED_PLANS = 60
@@ -79,6 +85,8 @@ MOST_CLOSE_TASKS = 25_000
 LIGHTER_PLANS_AT_ONCE = 4  # plans with a lighter load that are estimated before the search moves
 MOST_LIGHTER_PLANS = 12  # that are estimated in all
 SMALL_SHARE = 1 / 32  # of a step, by which waits may make it longer in a start plan of mixtures
+MOST_PLANS_WITH_OTHER_GROUPS = 6  # are estimated in all ...
+FASTEST_REGROUPED = 8  # ... of so many candidates of each section whose group changes
 NORMS_OF_BEST = 3  # of the best plans are tried with other norms once no neighbour is better ...
 MOST_PLANS_WITH_OTHER_NORMS = 6  # ... and so many plans in all
 MOST_PLANS_WITH_OTHER_STAGES = 4  # are tried at a time once no neighbour is better
@@ -167,6 +175,7 @@ class _LocalSearch:
     estimates[plan]: result of the one-batch estimate.
     evaluations[plan]: results on the first batch, or on all.
     lighter_plans: number of plans estimated because their busiest ranks have less to do.
+    plans_with_other_groups: number of plans estimated because they are a good one with other groups.
     plans_with_other_norms: number of plans estimated because they are a good one with other norms.
     mixtures: sections that may divide experts.
     seeks_kinds: whether plans of other kinds are sought; a search that goes on from another one leaves them
@@ -192,7 +201,7 @@ class _LocalSearch:
         self.evaluated: list[Assignment] = []
         self.estimates: dict[PlanKey, Evaluation] = {}
         self.evaluations: dict[PlanKey, list[Evaluation]] = {}
-        self.lighter_plans = self.plans_with_other_norms = 0
+        self.lighter_plans = self.plans_with_other_groups = self.plans_with_other_norms = 0
         self.mixtures = sections_with_experts(neighbourhood)
         self.seeks_kinds, self.sought_kinds = False, set[PlanKind]()
         self.candidates_by_ranks = {
@@ -210,6 +219,9 @@ class _LocalSearch:
         if self.seeks_kinds:
             of_kinds = plans_of_kinds(self.neighbourhood, best[0], self.margin)
             starts += [self._shorten_waits(a, SMALL_SHARE) for a in of_kinds]
+        if searches and others:
+            dealt = plans_with_dealt_samples(self.neighbourhood, best[0], self.margin)
+            starts += [self._shorten_waits(a, SMALL_SHARE) for a in dealt]
         self._estimate_plans([*{_plan_key(a): a for a in (*starts, *others)}.values()])
         shortest = self._select_best()
         while True:
@@ -218,6 +230,7 @@ class _LocalSearch:
             challenger = self._select_best()
             for estimate_more in (
                 self._estimate_lighter_plans,
+                self._estimate_other_groups,
                 self._estimate_other_stages,
                 self._estimate_other_norms,
                 self._estimate_other_kinds,
@@ -472,6 +485,65 @@ class _LocalSearch:
                 loads[key] = load, a
         lighter = sorted(loads.values(), key=lambda found: (found[0], *self._closed_form_rank(found[1])))
         return [a for _, a in lighter]
+
+    def _estimate_other_groups(self, shortest: Assignment) -> bool:
+        """Estimates plans in which two groups of the best one share their ranks, or a section leaves its
+        group with some of the ranks, the best ones by closed forms. Returns whether there are any that were
+        not tried."""
+        most = MOST_PLANS_WITH_OTHER_GROUPS - self.plans_with_other_groups
+        if self.problem.strategy != "auto" or most <= 0:
+            return False
+        longest = self._longest_closed_form(shortest)
+        new = {
+            _plan_key(a): a
+            for a in self._plans_with_other_groups(shortest)
+            if _plan_key(a) not in self.estimates and self._closed_form_ns(a) <= longest
+        }
+        plans = sorted(new.values(), key=self._closed_form_rank)[:most]
+        self._estimate_plans(plans)
+        self.plans_with_other_groups += len(plans)
+        return bool(plans)
+
+    def _plans_with_other_groups(self, a: Assignment) -> Iterator[Assignment]:
+        """Yields plans in which two groups share their ranks, and plans in which a section leaves its group
+        with as many of the ranks as suit its part of the work, all with short waits."""
+        chosen = {s: self.problem.sections[s][i] for s, i in a.choice.items()}
+        members = {g: [s for s in a.group if a.group[s] == g] for g in a.group.values()}
+        for g, h in combinations(members, 2):
+            together = [*members[g], *members[h]]
+            ranks = dict.fromkeys(together, chosen[g].ranks + chosen[h].ranks)
+            yield from self._regroup(a, [together], ranks)
+        for g, sections in members.items():
+            for s in sections if len(sections) > 1 else ():
+                others = [o for o in sections if o != s]
+                own, rest = chosen[s].busy_ns, sum(chosen[o].busy_ns for o in others)
+                counts = [n for n in self.candidates_by_ranks[s] if n < chosen[g].ranks]
+                if counts:
+                    n = min(counts, key=lambda n: max(own / n, rest / (chosen[g].ranks - n)))
+                    left = dict.fromkeys(others, chosen[g].ranks - n)
+                    yield from self._regroup(a, [[s], others], {s: n} | left)
+
+    def _regroup(
+        self, a: Assignment, groups: Sequence[Sequence[str]], ranks: Mapping[str, int]
+    ) -> Iterator[Assignment]:
+        """Yields the plan with these groups of sections on so many ranks in which they take least time, with
+        short waits, if one is possible; other sections stay as they are in `a`. Closed forms alone would
+        leave open what sections do on ranks that have time left."""
+        names = {s: min(group, key=[*a.group].index) for group in groups for s in group}
+        regrouped = replace(a, group={s: names.get(s, g) for s, g in a.group.items()})
+        fastest = {
+            s: sorted(
+                self.candidates_by_ranks[s].get(n, ()), key=lambda i: self.problem.sections[s][i].time_ns
+            )
+            for s, n in ranks.items()
+        }
+        options = product(*(found[:FASTEST_REGROUPED] for found in fastest.values()))
+        plans = (
+            replace(regrouped, choice={**a.choice, **dict(zip(ranks, found, strict=True))})
+            for found in options
+        )
+        feasible = (p for p in self._sort_by_section_time(plans) if self._is_feasible(p))
+        yield from (self._shorten_waits(p, SMALL_SHARE) for p in islice(feasible, 1))
 
     def _estimate_other_stages(self, shortest: Assignment) -> bool:
         """Estimates the best plan with other numbers of stages in its pipeline on most ranks, on as many

@@ -19,17 +19,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from secc.alloc.problem.build_problem import PARALLEL_PRICING_RANKS
 from secc.alloc.problem.closed_form import evaluate_assignment
-from secc.alloc.problem.types import Assignment, Problem, exclude_candidates
+from secc.alloc.problem.types import Assignment, Candidate, Problem, exclude_candidates
 from secc.alloc.solver import subproblem
 from secc.alloc.solver.allocation_solver import solve_allocation
 from secc.process_map import run_in_background
 
 MAX_START_RATIO = 2  # times the best plan's step by closed forms: what takes longer by them is no start
-MAX_KIND_RATIO = 1.3  # the same for plans of other kinds of mixtures
+MAX_KIND_RATIO = 1.3  # the same for plans of other kinds of mixtures, and with dealt samples
+MOST_DEALT_STARTS = 4  # with dealt samples, apart and on the same devices each
 
 
 def start_plans(problem: Problem, best: Assignment, margin: float) -> list[Assignment]:
@@ -71,6 +72,40 @@ def plans_of_kinds(problem: Problem, best: Assignment, margin: float) -> list[As
                 other = exclude_candidates(problem, lambda c, degree=degree, n=n: degree(c) != n, (s,))
                 plans.append(solver.solve_within_limit(other))
     return [a for a in plans if a is not None]
+
+
+def plans_with_dealt_samples(problem: Problem, best: Assignment, margin: float) -> list[Assignment]:
+    """Returns the best plans, apart and on the same devices, in which the section with most work deals
+    samples to its ranks of cp, one for each number of its replicas, stages and ranks, as far as they take at
+    most `MAX_KIND_RATIO` times the best plan's step; at most `MOST_DEALT_STARTS` of each strategy, the
+    shortest ones.
+
+    Closed forms see neither which replicas long samples make wait, nor that no rank waits for others
+    where sections share devices: they misjudge some of these plans by half of a step.
+    """
+    if problem.strategy != "auto" or len(problem.sections) < 2:
+        return []
+    most = MAX_KIND_RATIO * evaluate_assignment(replace(problem, capacity=1 << 62, pools=()), best).time_ns
+    solver, plans = _StartSolver(margin, int(most)), list[Assignment]()
+    chosen = {s: problem.sections[s][i] for s, i in best.choice.items()}
+    heaviest = max(chosen, key=lambda s: chosen[s].time_ns * chosen[s].ranks)
+    for strategy in ("apart", "colocate"):
+        found = list[tuple[int, Assignment]]()
+        variant = replace(problem, strategy=strategy)
+        shapes = dict.fromkeys(
+            _layout(c) for c in problem.sections[heaviest] if not c.excluded and c.cp_per == "micro_batch"
+        )
+        for shape in shapes:
+            other = exclude_candidates(variant, lambda c, shape=shape: _layout(c) != shape, (heaviest,))
+            if (a := solver.solve_within_limit(other)) is not None:
+                found.append((evaluate_assignment(variant, a).time_ns, a))
+        found.sort(key=itemgetter(0))
+        plans += [a for _, a in found[:MOST_DEALT_STARTS]]
+    return plans
+
+
+def _layout(c: Candidate) -> tuple[int, int, int, int]:
+    return c.tp, c.pp, c.cp, c.ep
 
 
 class _StartSolver:

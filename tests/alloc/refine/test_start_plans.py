@@ -9,7 +9,13 @@ from hypothesis import assume, given, settings
 
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.types import Assignment, Candidate, Problem
-from secc.alloc.refine.start_plans import MAX_START_RATIO, start_plans
+from secc.alloc.refine.start_plans import (
+    MAX_KIND_RATIO,
+    MAX_START_RATIO,
+    MOST_DEALT_STARTS,
+    plans_with_dealt_samples,
+    start_plans,
+)
 from secc.alloc.solver.cpsat_model import solve_allocation
 from tests.alloc.problem_instances import assignments, problems
 
@@ -103,3 +109,33 @@ def test_no_stages_are_a_start_although_stages_with_cp_are_faster() -> None:
     assert best is not None and chosen(problem, best.assignment)[0].pp == 2
     (start,) = start_plans(problem, best.assignment, 0.0)
     assert chosen(problem, start)[0].pp == 1
+
+
+@given(problems())
+@settings(max_examples=150, deadline=None)
+def test_starts_include_the_best_plan_with_dealt_samples_of_each_strategy(problem: Problem) -> None:
+    sections = {
+        s: tuple(
+            replace(c, cp=2 * (i % 2) or 1, cp_per=("section", "micro_batch")[i % 2])
+            for i, c in enumerate(cs)
+        )
+        for s, cs in problem.sections.items()
+    }
+    problem = replace(problem, strategy="auto", sections=sections)
+    best = solve_allocation(problem)
+    if len(problem.sections) < 2 or best is None:
+        return  # nothing fits, or there is nothing to share ranks with
+    own = {s: problem.sections[s][i] for s, i in best.assignment.choice.items()}
+    heaviest = max(own, key=lambda s: own[s].time_ns * own[s].ranks)
+    found = plans_with_dealt_samples(problem, best.assignment, 0.0)
+    assert len(found) <= 2 * MOST_DEALT_STARTS
+    for strategy in ("apart", "colocate"):
+        variant = replace(problem, strategy=strategy)
+
+        def is_dealt(a: Assignment, variant: Problem = variant) -> bool:
+            evaluate_assignment(variant, a)  # raises ValueError where sections share too much or too little
+            return problem.sections[heaviest][a.choice[heaviest]].cp_per == "micro_batch"
+
+        wanted = fastest(problem, is_dealt)
+        if wanted is not None and wanted <= MAX_KIND_RATIO * best.time_ns:
+            assert wanted in {evaluate_assignment(problem, a).time_ns for a in found}
