@@ -8,16 +8,24 @@ from xdsl.ir import SSAValue
 
 from secc.ir.analysis.dataflow import producer_of
 from secc.ir.dialect import argument_template
-from secc.ir.dialect.ops import CallOp, Computation, ParamOp
+from secc.ir.dialect.ops import CallOp, Computation, GlueOp, ParamOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.approximations import take_function_of_sums
 from secc.passes.loss.batch_statistics import reads_statistics
-from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient, coefficient_of_number
+from secc.passes.loss.coefficient import (
+    UNIT_COEFFICIENT,
+    AppliedFactor,
+    Coefficient,
+    coefficient_of_factor,
+    coefficient_of_number,
+)
 from secc.passes.loss.loss_context import LossContext, has_one_entry, is_rerecorded
+from secc.passes.loss.op_tables import ENTRYWISE_OPS
 from secc.passes.loss.pending_ops import get_argument
 from secc.passes.loss.value_states import LocalState, StackState, SumPart, SumState, ValueState
 
 OperandTerm = SSAValue | Coefficient
+_MOST_ENTRIES = 64  # of a vector of sums that is followed entry by entry; each becomes a term of the loss
 _STATISTIC_TIMES_SUM = "multiplies a sum over samples by a function of sums over the batch"
 
 
@@ -89,7 +97,7 @@ def format_shape(type: TensorType) -> str:
 def state_of_addition(ctx: LossContext, op: Computation) -> ValueState | None:
     """`a + alpha * b`, `a - alpha * b`, and `b - alpha * a`. None where the general rule applies."""
     arguments = op.arguments
-    if len(arguments.args) < 2:
+    if len(arguments.args) < 2 or tensor_type(op.results[0]).dtype.data == "bool":  # `or` of truth values
         return None
     terms = [read_operand(op, a) for a in arguments.args[:2]]
     alpha = coefficient_of_number(get_argument(op, 2, "alpha", 1))
@@ -142,28 +150,74 @@ def _add_to_stack(
 def _parts_of_item(
     ctx: LossContext, op: Computation, term: OperandTerm, index: int
 ) -> tuple[SumPart, ...] | None:
-    """The parts that a term of a sum adds to one scalar of a stack."""
+    """The parts of one entry of a number, a vector or a stack of scalars; None for what has rows of samples,
+    or more dims."""
     if isinstance(term, Coefficient):
         return (SumPart(term),)
     state = ctx.state_of(term)
     if isinstance(state, StackState):
         item = state.items[index]
         return item.parts if isinstance(item, SumState) else None
-    entry = _select_item(ctx, op, term, index)
-    return None if entry is None else (SumPart(UNIT_COEFFICIENT, entry),)
-
-
-def _select_item(ctx: LossContext, op: Computation, value: SSAValue, index: int) -> SSAValue | None:
-    """The entry of a vector that meets one scalar of a stack; None for what depends on samples or has more
-    dims."""
-    type = tensor_type(value)
-    if len(type.dims) > 1 or ctx.carries_samples(value) or not isinstance(ctx.state_of(value), LocalState):
+    parts = ctx.parts_of(term)
+    if parts is None or len(tensor_type(term).dims) > 1 or ctx.carries_samples(term):
         return None
-    if not type.dims:
-        return value
+    return tuple(_select_entry(ctx, op, part, index) for part in parts)
+
+
+def _select_entry(ctx: LossContext, op: Computation, part: SumPart, index: int) -> SumPart:
+    """One entry of a part that is a vector, or a scalar."""
+    if part.atom is None or not (type := tensor_type(part.atom)).dims:
+        return part
+    if (number := coefficient_of_number(ctx.literal_value(part.atom))) is not None:
+        return SumPart(part.coefficient * number)
     scalar = TensorType.from_dims([], type.dtype.data, type.requires_grad)
     at = 0 if type.shape == (1,) else index
-    return ctx.pending.make_glue(op, "aten.select.int", [value], f"$0, 0, {at}", scalar)
+    entry = ctx.pending.make_glue(op, "aten.select.int", [part.atom], f"$0, 0, {at}", scalar)
+    return part.with_atom(entry)
+
+
+def _few_entries(ctx: LossContext, op: Computation) -> int | None:
+    """The number of entries of a result that is a short vector of known length; None for others."""
+    shape = tensor_type(op.results[0]).shape
+    is_short = len(shape) == 1 and shape[0].is_Integer and 1 < shape[0] <= _MOST_ENTRIES
+    return int(shape[0]) if is_short else None
+
+
+def apply_to_entries(ctx: LossContext, op: Computation) -> ValueState | None:
+    """An op on short vectors of coefficients (a count for each codebook), entry by entry. None for others."""
+    count = _few_entries(ctx, op) if op.base_name in ENTRYWISE_OPS and isinstance(op, GlueOp) else None
+    if count is None or not isinstance(op, GlueOp):
+        return None
+    items = list[ValueState]()
+    for i in range(count):
+        entries = [_coefficient_of_item(ctx, op, value, i) for value in op.operands]
+        known = tuple(entry for entry in entries if entry is not None)
+        if len(known) < len(entries):
+            return None
+        items.append(SumState((SumPart(coefficient_of_factor(AppliedFactor(op, known))),)))
+    return StackState(tuple(items))
+
+
+def _coefficient_of_item(
+    ctx: LossContext, op: Computation, term: OperandTerm, index: int
+) -> Coefficient | None:
+    """One entry of a term as a coefficient."""
+    return ctx.coefficient_of_parts(_parts_of_item(ctx, op, term, index) or ())
+
+
+def _scale_items(
+    ctx: LossContext, op: Computation, scaled: OperandTerm, weight: OperandTerm, divides: bool
+) -> ValueState | None:
+    """A short vector of sums times, or divided by, a vector of coefficients, entry by entry. None for
+    others."""
+    items = list[ValueState]()
+    for i in range(_few_entries(ctx, op) or 0):
+        parts, factor = _parts_of_item(ctx, op, scaled, i), _coefficient_of_item(ctx, op, weight, i)
+        if parts is None or factor is None:
+            return None
+        factor = UNIT_COEFFICIENT / factor if divides else factor
+        items.append(SumState(tuple(freeze_part(ctx, op, p.scale_by(factor)) for p in parts)))
+    return StackState(tuple(items)) if items else None
 
 
 def _merge_parts(parts: list[SumPart]) -> list[SumPart]:
@@ -239,16 +293,23 @@ def _multiply_parts(ctx: LossContext, op: Computation, a: SumPart, b: SumPart) -
 def _multiply_stack(
     ctx: LossContext, op: Computation, left: OperandTerm, right: OperandTerm
 ) -> ValueState | None:
-    """A stack of scalars times a number, or times a vector that depends on no sample, item by item."""
+    """A stack of scalars times a number, or times a vector, item by item."""
+    for weight, other in ((left, right), (right, left)):
+        if (scaled := _scale_items(ctx, op, other, weight, divides=False)) is not None:
+            return scaled
     for weight, other in ((left, right), (right, left)):
         stack = ctx.state_of(other) if isinstance(other, SSAValue) else None
         if not isinstance(stack, StackState):
             continue
         if isinstance(weight, Coefficient):
             return StackState(tuple(scale_state(item, weight) for item in stack.items))
-        weights = [_select_item(ctx, op, weight, i) for i in range(len(stack.items))]
-        found = [_weight_item(ctx, op, i, w) for i, w in zip(stack.items, weights, strict=True) if w]
-        return StackState(tuple(found)) if len(found) == len(weights) else None
+        if not isinstance(ctx.state_of(weight), LocalState):
+            continue
+        entries = [_parts_of_item(ctx, op, weight, i) or () for i in range(len(stack.items))]
+        weights = [atom for parts in entries for p in parts if (atom := p.atom) is not None]
+        if len(weights) == len(stack.items):
+            pairs = zip(stack.items, weights, strict=True)
+            return StackState(tuple(_weight_item(ctx, op, item, w) for item, w in pairs))
     return None
 
 
@@ -300,6 +361,8 @@ def state_of_quotient(ctx: LossContext, op: Computation) -> ValueState | None:
     if isinstance(below, SSAValue) and not isinstance(ctx.state_of(below), LocalState):
         divisor = ctx.coefficient_of(below)
         if divisor is None:
+            if (divided := _scale_items(ctx, op, above, below, divides=True)) is not None:
+                return divided
             return _refuse_divisor(ctx, op, below)
     parts = term_parts(ctx, above)
     if parts is None:

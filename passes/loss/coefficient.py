@@ -20,7 +20,7 @@ from xdsl.ir import SSAValue
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import GlueOp, SizeOp
 from secc.ir.dialect.size_expr import Expr
-from secc.ir.dialect.tensor_type import TensorType
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.pending_ops import PendingOps
 
 _UNIT_SIZE = sympy.Integer(1)
@@ -140,6 +140,10 @@ def sum_coefficients(parts: list[Coefficient]) -> Coefficient:
     return rest[0] if len(rest) == 1 else coefficient_of_factor(TotalFactor(tuple(rest)))
 
 
+def _is_truth_value(factor: CoefficientFactor) -> bool:
+    return isinstance(factor, AppliedFactor) and tensor_type(factor.op.results[0]).dtype.data == "bool"
+
+
 class CoefficientEmitter:
     """Emits coefficients as ops on float64 scalars; `leaf` gives the value of the sum of a leaf."""
 
@@ -163,7 +167,7 @@ class CoefficientEmitter:
         tops = [self._emit_size(above)] if above != 1 else []
         bottoms = [self._emit_size(below)] if below != 1 else []
         for factor, power in coefficient.factors:
-            (tops if power > 0 else bottoms).extend([self._emit_factor(factor)] * abs(power))
+            (tops if power > 0 else bottoms).extend([self._emit_number(factor)] * abs(power))
         value = self._emit_chain("aten.mul.Tensor", tops)
         divisor = self._emit_chain("aten.mul.Tensor", bottoms)
         if value is None and divisor is None:
@@ -183,6 +187,21 @@ class CoefficientEmitter:
             result = self._emit_glue(target, [result, value], "$0, $1")
         return result
 
+    def _emit_number(self, factor: CoefficientFactor) -> SSAValue:
+        """The value of a factor in float64: torch adds truth values to a truth value."""
+        value = self._emit_factor(factor)
+        if not _is_truth_value(factor):
+            return value
+        return self._emit_glue("aten._to_copy.default", [value], "$0, dtype=torch.float64")
+
+    def _emit_operand(self, coefficient: Coefficient) -> SSAValue:
+        """The value of an operand of the user's op, which may want a truth value."""
+        match coefficient:
+            case Coefficient(number=1.0, size=size, factors=((factor, 1),)) if size == 1:
+                return self._emit_factor(factor)
+            case _:
+                return self.emit_coefficient(coefficient)
+
     def _emit_factor(self, factor: CoefficientFactor) -> SSAValue:
         if factor not in self.known:
             self.known[factor] = self._emit_new_factor(factor)
@@ -196,7 +215,7 @@ class CoefficientEmitter:
                 return value
             case AppliedFactor(op, operands):
                 return self._emit_glue(
-                    op.target.data, [self.emit_coefficient(o) for o in operands], op.args.data
+                    op.target.data, [self._emit_operand(o) for o in operands], op.args.data
                 )
             case TotalFactor(parts):
                 value = self._emit_chain("aten.add.Tensor", [self.emit_coefficient(p) for p in parts])

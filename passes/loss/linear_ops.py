@@ -10,7 +10,14 @@ from xdsl.ir import SSAValue
 
 from secc.ir.dialect.ops import Computation
 from secc.ir.dialect.tensor_type import tensor_type
-from secc.passes.loss.arithmetic import are_plain, make_ones, read_operand, state_of_parts, term_parts
+from secc.passes.loss.arithmetic import (
+    are_plain,
+    make_ones,
+    read_operand,
+    scale_state,
+    state_of_parts,
+    term_parts,
+)
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, coefficient_of_number
 from secc.passes.loss.loss_context import LossContext, has_one_entry
 from secc.passes.loss.op_tables import RESHAPE_OPS
@@ -62,7 +69,12 @@ def _stack_items(op: Computation, stack: StackState) -> list[ValueState] | None:
         return [stack.items[cast(int, get_argument(op, 2, "index")) % len(stack.items)]]
     if name == "unbind":
         return list(stack.items)
-    return [stack] if name in {"clone", "contiguous", "alias", "detach"} else None
+    if name == "slice":
+        bounds = (get_argument(op, 2, "start"), get_argument(op, 3, "end"), get_argument(op, 4, "step", 1))
+        return [StackState(stack.items[slice(*cast("tuple[int | None, ...]", bounds))])]
+    if name == "neg":
+        return [StackState(tuple(scale_state(item, -UNIT_COEFFICIENT) for item in stack.items))]
+    return [stack] if name in {"clone", "contiguous", "alias", "detach", "_to_copy"} else None
 
 
 def state_of_cast(ctx: LossContext, op: Computation) -> ValueState | Sequence[ValueState] | None:

@@ -183,7 +183,11 @@ class LossContext:
         state = self.state_of(value)
         if isinstance(state, BadState | StackState):
             return None
-        found = [self.coefficient_of_part(p) for p in self.parts_of(value) or ()]
+        return self.coefficient_of_parts(self.parts_of(value) or ())
+
+    def coefficient_of_parts(self, parts: Iterable[SumPart]) -> Coefficient | None:
+        """A sum of parts as a coefficient, where all of them are one."""
+        found = [self.coefficient_of_part(p) for p in parts]
         return sum_coefficients([c for c in found if c is not None]) if found and None not in found else None
 
     def coefficient_of_part(self, part: SumPart) -> Coefficient | None:

@@ -90,6 +90,14 @@ LINEAR_OPS = frozenset({
     "split_copy", "split_with_sizes_copy",
 })  # fmt: skip
 
+# Each entry of the result depends on the same entry of each operand.
+ENTRYWISE_OPS = frozenset({
+    "abs", "add", "ceil", "clamp", "clamp_max", "clamp_min", "div", "eq", "exp", "expm1", "floor", "ge", "gt",
+    "le", "log", "log10", "log1p", "log2", "logical_and", "logical_not", "logical_or", "lt", "maximum",
+    "minimum", "mul", "nan_to_num", "ne", "neg", "pow", "reciprocal", "relu", "round", "rsqrt", "rsub",
+    "sign", "sqrt", "square", "sub", "tanh", "_to_copy", "where",
+})  # fmt: skip
+
 # A shape alone changes: a plain coefficient goes through unchanged.
 RESHAPE_OPS = frozenset({
     "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "clone", "contiguous", "alias",

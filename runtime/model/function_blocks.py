@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -28,9 +28,10 @@ import torch
 from torch import nn
 
 from secc.runtime.model.outlined_forward import (
-    OutlinedForward,
+    OutlinedStatements,
     StatementRange,
-    call_in_place_of_range,
+    call_in_place_of_ranges,
+    compile_forward_with_calls,
     find_function,
     outline_statements,
     unwrap_function,
@@ -63,10 +64,6 @@ class FunctionBlock(nn.Module):
         """Call the function with arguments that are no references."""
         return self.function(*args, **kwargs)
 
-    def make_intercepting_code(self, handle: Callable[..., Any]) -> CodeType:
-        """Return code for the function that calls `handle(*args, **kwargs)` in its place."""
-        return _code_that_calls(handle, self.intercepted[0])
-
     def name_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments with references in place of the model's modules and their attributes."""
         known = dict[int, tuple[str, str]]()
@@ -88,11 +85,17 @@ class StatementBlock(FunctionBlock):
     """
 
     def __init__(
-        self, forward: FunctionType, root: nn.Module, owner: nn.Module, outlined: OutlinedForward
+        self,
+        forward: FunctionType,
+        root: nn.Module,
+        owner: nn.Module,
+        outlined: OutlinedStatements,
+        name: str,
     ) -> None:
         nn.Module.__init__(self)
-        self.function, self.intercepted = outlined.statements, (forward,)
-        self._root, self._owner, self._rest = (root,), (owner,), outlined.rest
+        self.function, self.intercepted = outlined.run, (forward,)
+        self._root, self._owner, self.outlined, self.name = (root,), (owner,), outlined, name
+        self._forwards = dict[tuple[tuple[int, int], ...], CodeType]()  # by ranges that are blocks
         for name in sorted(outlined.children):
             for kind in _STATE_KINDS:
                 if name in vars(owner)[kind]:
@@ -101,7 +104,7 @@ class StatementBlock(FunctionBlock):
 
     def forward(self, given: dict[str, Any]) -> Any:
         """Run the statements with variables by name; return those that later statements read, by name."""
-        owner = self._owner[0]
+        owner = self.owner
         view = object.__new__(type(owner))
         view.__dict__ |= vars(owner)
         for kind in _STATE_KINDS:
@@ -114,15 +117,19 @@ class StatementBlock(FunctionBlock):
 
     def call_directly(self, args: Any, kwargs: Any) -> Any:
         """Run the statements where they stand."""
-        return self.function(self._owner[0], *args, **kwargs)
+        return self.function(self.owner, *args, **kwargs)
 
-    def make_intercepting_code(self, handle: Callable[..., Any]) -> CodeType:
-        """Return code for forward in which `handle(variables)` stands for the statements."""
+    @property
+    def owner(self) -> nn.Module:
+        """The module whose forward has the statements."""
+        return self._owner[0]
 
-        def run_statements(owner: Any, given: dict[str, Any]) -> Any:
-            return handle(given) if owner is self._owner[0] else self.function(owner, given)
-
-        return call_in_place_of_range(self._rest, run_statements)
+    def forward_with_calls(self, outlined: Collection[OutlinedStatements]) -> CodeType:
+        """Return code of the owner's forward with calls in place of these ranges and no others."""
+        spans = tuple(part.span for part in outlined)
+        if spans not in self._forwards:
+            self._forwards[spans] = compile_forward_with_calls(self.intercepted[0], self.owner, outlined)
+        return self._forwards[spans]
 
     def _forget_missing_names(self, _: nn.Module, keys: Any) -> None:
         """The model has what this block holds under the names of its owner."""
@@ -144,12 +151,17 @@ def add_function_block(model: nn.Module, function: str, model_file: str) -> str:
         forward = find_function(statements.function, model_file)
         outlined = outline_statements(forward, owner, statements.first, statements.last)
         first, last = outlined.lines
-        path = f"line_{first}" if first == last else f"lines_{first}_to_{last}"
-        if path not in dict(model.named_children()):
+        children, path = (
+            dict(model.named_children()),
+            f"line_{first}" if first == last else f"lines_{first}_to_{last}",
+        )
+        while path in children and getattr(children[path], "name", "") != function:
+            path += "_"  # of another module, or file
+        if path not in children:
             kind = type(
                 f"{type(owner).__name__}Statements", (StatementBlock,), {"__module__": forward.__module__}
             )
-            model.add_module(path, kind(forward, model, owner, outlined))
+            model.add_module(path, kind(forward, model, owner, outlined, function))
         return path
     path, found = block_path(function), find_function(function, model_file)
     if path not in dict(model.named_children()):
@@ -198,14 +210,34 @@ def intercepted_functions(model: nn.Module, handle: CallHandler) -> Iterator[Non
 
     The code of the function itself is replaced, since the user's code may hold it under any name.
     """
+    by_function = dict[FunctionType, list[FunctionBlock]]()
+    for block in function_blocks_of(model).values():
+        by_function.setdefault(block.intercepted[0], []).append(block)
     with ExitStack() as stack:
-        for block in function_blocks_of(model).values():
-            (function,) = block.intercepted
+        for function, blocks in by_function.items():
             stack.callback(setattr, function, "__code__", function.__code__)
-            function.__code__ = block.make_intercepting_code(
-                lambda *args, _block=block, **kwargs: handle(_block, args, kwargs)
-            )
+            function.__code__ = _intercepting_code(function, blocks, handle)
         yield
+
+
+def _intercepting_code(function: FunctionType, blocks: list[FunctionBlock], handle: CallHandler) -> CodeType:
+    """Return code for a function in which `handle` stands for its blocks: all of it, or else ranges."""
+    statements = [b for b in blocks if isinstance(b, StatementBlock)]
+    if whole := [b for b in blocks if b not in statements]:
+        return _code_that_calls(lambda *args, **kwargs: handle(whole[0], args, kwargs), function)
+    by_span = dict[tuple[int, int], list[StatementBlock]]()
+    for block in statements:
+        by_span.setdefault(block.outlined.span, []).append(block)
+
+    def make_handler(alike: list[StatementBlock]) -> Callable[[Any, dict[str, Any]], Any]:
+        def run_statements(owner: Any, given: dict[str, Any]) -> Any:
+            block = next((b for b in alike if b.owner is owner), None)
+            return alike[0].function(owner, given) if block is None else handle(block, (given,), {})
+
+        return run_statements
+
+    code = statements[0].forward_with_calls([alike[0].outlined for alike in by_span.values()])
+    return call_in_place_of_ranges(code, {span: make_handler(alike) for span, alike in by_span.items()})
 
 
 def _code_that_calls(handler: Callable[..., Any], function: FunctionType) -> CodeType:

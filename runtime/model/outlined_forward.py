@@ -1,11 +1,11 @@
-"""Splits a forward in two functions: one that runs a range of its statements, and one that runs the others
-and calls the first. So statements that cannot be recorded op by op become a block of their own
+"""Splits a forward in functions: one for each of some ranges of its statements, and one that runs the others
+and calls these. So statements that cannot be recorded op by op become a block of their own
 (`secc.runtime.model.function_blocks`): a loop over time steps, a gradient that forward takes, a matching
 written in place.
 
-The first function takes the variables that the range reads, and returns those that later statements read. A
-range is named `MODULE:QUALIFIED NAME OF FORWARD#FIRST-LAST@PATH OF THE MODULE`, with the numbers of its
-statements; the model file, which is imported under many names, is module "".
+The function of a range takes the variables that the range reads, and returns those that later statements
+read. A range is named `MODULE:QUALIFIED NAME OF FORWARD#FIRST-LAST@PATH OF THE MODULE`, with the numbers of
+its statements; the model file, which is imported under many names, is module "".
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import inspect
 import linecache
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import CodeType, FunctionType
 from typing import Any, cast
 
 from torch import nn
+
+from secc.runtime.model.variable_flow import names_always_set, names_read_first
 
 _GROWING_METHODS = frozenset({"append", "extend", "insert"})
 _CHANGING_METHODS = _GROWING_METHODS | {
@@ -38,7 +40,6 @@ _CHANGING_METHODS = _GROWING_METHODS | {
 }  # of lists, dicts and sets
 _IN_PLACE_METHOD = re.compile(r"(?!requires_grad_)\w*[^_]_")  # of tensors
 _CLASS_CELL = "__class__"  # the variable of `super()`
-_HANDLER = "<calls a block>"  # a constant of the outlined code, in place of the function that calls the block
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 _COLLECTIONS = (ast.List, ast.Tuple, ast.Dict, ast.Set, *_COMPREHENSIONS)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -60,6 +61,12 @@ class StatementRange:
 
     def __str__(self) -> str:
         return f"{self.function}#{self.first}-{self.last}@{self.path}"
+
+    def overlaps(self, other: StatementRange) -> bool:
+        """Whether both have a statement of one function, other than as the same range of two modules."""
+        is_other_call = self.path != other.path and (self.first, self.last) == (other.first, other.last)
+        apart = self.last < other.first or other.last < self.first
+        return self.function == other.function and not apart and not is_other_call
 
     @staticmethod
     def parse(text: str) -> StatementRange | None:
@@ -157,24 +164,25 @@ class ForwardSource:
 
 
 @dataclass(frozen=True)
-class OutlinedForward:
-    """A forward in two parts.
+class OutlinedStatements:
+    """A range of the statements of a forward as a function.
 
-    statements: takes the owner and a dict of the variables that the range reads, and returns one of those
-    that it sets; with `returns`, what forward returns. rest: code of forward in which the call of `_HANDLER`
-    stands for the range. lines: the first and last line of the range. children: attributes of `self` that it
-    uses.
+    span: the numbers of the first and last statement. run: takes the owner and a dict of the variables that
+    the range reads, and returns one of those that it sets; with `returns`, what forward returns. call:
+    statements that stand in forward in its place; a constant in them stands for the function that they call.
+    lines: the first and last line of the range. children: attributes of `self` that it uses.
     """
 
-    statements: FunctionType
-    rest: CodeType
+    span: tuple[int, int]
+    run: FunctionType
+    call: Sequence[ast.stmt]
     returns: bool
     lines: tuple[int, int]
     children: frozenset[str]
 
 
-def outline_statements(function: FunctionType, owner: nn.Module, first: int, last: int) -> OutlinedForward:
-    """Split the forward of `owner`. Raises NotOutlinable."""
+def outline_statements(function: FunctionType, owner: nn.Module, first: int, last: int) -> OutlinedStatements:
+    """Take a range out of the forward of `owner`. Raises NotOutlinable."""
     source = ForwardSource(function, owner)
     if not 0 <= first <= last < len(source.statements) or source.widen_range(first, last) != (first, last):
         raise NotOutlinable("its statements need others")
@@ -191,27 +199,43 @@ def outline_statements(function: FunctionType, owner: nn.Module, first: int, las
     children = _AttributeSearch(owner).find_used(chosen, source.self_name, function)
     local = source.argument_names.union(*(_stored(s) for s in source.statements)) - {source.self_name}
     set_here = {n for s in chosen for n in _stored(s)} & local
-    given = ({n for s in chosen for n in _names(s, ast.Load)} | set_here) & local
-    given &= source.argument_names | {n for s in before for n in _stored(s)}
     changed = {n for s in chosen for n in _changed_in_place(s)} & local
-    found = (set_here | changed) & {n for s in after for n in _names(s, ast.Load)}
+    functions = (f for s in before for f in ast.walk(s) if isinstance(f, _Function))
+    read_later = names_read_first(after).union(*(_names(f, ast.Load) for f in functions))
+    found = (set_here | changed) & read_later
+    given = names_read_first(chosen) & local | found - names_always_set(chosen)
+    given &= source.argument_names | {n for s in before for n in _stored(s)}
     own = {_variable_of(a): a for a in source.own_attributes if _variable_of(a) in set_here - changed}
     lines = chosen[0].lineno, max(s.end_lineno or s.lineno for s in chosen)
-    inner, outer = _write_functions(source, sorted(given), sorted(found | {*own}), returns, lines[0])
-    outer.body += (
-        []
-        if returns
-        else _parse_statements(
-            [f" if {v!r} in _found: {source.self_name}.{a} = {v}" for v, a in own.items()], lines[0]
-        )
-    )  # for code outside of forward
+    inner, call = _write_function_and_call(
+        source, (first, last), sorted(given), sorted(found | {*own}), returns, lines[0]
+    )
+    if not returns:
+        set_own = [f" if {v!r} in _found: {source.self_name}.{a} = {v}" for v, a in own.items()]
+        call += _parse_statements(set_own, lines[0])  # for code outside of forward
     inner.body[-1:] = chosen if returns else [*chosen, inner.body[-1]]
-    outer.body, outer.args = [*before, *outer.body, *after], source.definition.args
     compiled = FunctionType(
         _compile(inner, function), function.__globals__, function.__name__, None, function.__closure__
     )
     compiled.__qualname__ = f"{function.__qualname__}.statements"
-    return OutlinedForward(compiled, _compile(outer, function), returns, lines, children)
+    return OutlinedStatements((first, last), compiled, [*earlier, *call, *later], returns, lines, children)
+
+
+def compile_forward_with_calls(
+    function: FunctionType, owner: nn.Module, outlined: Collection[OutlinedStatements]
+) -> CodeType:
+    """Return code of the forward of `owner` that calls functions in place of ranges, see
+    `call_in_place_of_ranges`. No two ranges have a statement in common."""
+    source = ForwardSource(function, owner)
+    body, done = list[ast.stmt](), 0
+    for part in sorted(outlined, key=lambda part: part.span):
+        first, last = part.span
+        assert first >= done, "ranges overlap"
+        body += [*source.statements[done:first], *part.call]
+        done = last + 1
+    outer = _parse([f"def {source.definition.name}():", " pass"], source.definition.lineno)
+    outer.body, outer.args = [*body, *source.statements[done:]], source.definition.args
+    return _compile(outer, function)
 
 
 def _move_independent(statements: list[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]]:
@@ -248,10 +272,16 @@ def _move_unneeded(statements: list[ast.stmt], self_name: str) -> tuple[list[ast
     return kept, moved
 
 
-def _write_functions(
-    source: ForwardSource, given: list[str], found: list[str], returns: bool, line: int
-) -> tuple[ast.FunctionDef, ast.FunctionDef]:
-    """Return the frames of both functions: the last statement of the first returns the variables `found`."""
+def _write_function_and_call(
+    source: ForwardSource,
+    span: tuple[int, int],
+    given: list[str],
+    found: list[str],
+    returns: bool,
+    line: int,
+) -> tuple[ast.FunctionDef, list[ast.stmt]]:
+    """Return the frame of the function of a range, whose last statement returns the variables `found`, and
+    the statements that call it."""
     name, self_name = source.definition.name, source.self_name
     inner = _parse(
         [
@@ -262,16 +292,17 @@ def _write_functions(
         line,
     )
     take_results = (f" if {n!r} in _found: {n} = _found[{n!r}]" for n in found)
-    outer = _parse(
-        [
-            f"def {name}():",
-            f" _handler = {_HANDLER!r}",
-            f" _found = _handler({self_name}, {_take_variables(given)})",
-            *([" return _found"] if returns else take_results),
-        ],
-        line,
-    )
-    return inner, outer
+    call = [
+        f" _handler = {_handler_constant(span)!r}",
+        f" _found = _handler({self_name}, {_take_variables(given)})",
+        *([" return _found"] if returns else take_results),
+    ]
+    return inner, _parse_statements(call, line)
+
+
+def _handler_constant(span: tuple[int, int]) -> str:
+    """Return the constant that stands for the function that runs a range."""
+    return f"<runs the statements {span[0]} to {span[1]}>"
 
 
 def _take_variables(names: list[str]) -> str:
@@ -279,9 +310,14 @@ def _take_variables(names: list[str]) -> str:
     return f"{{_k: _v for _k, _v in locals().items() if _k in {names!r}}}"
 
 
-def call_in_place_of_range(rest: CodeType, handler: Callable[[Any, dict[str, Any]], Any]) -> CodeType:
-    """Return code of forward that calls `handler(owner, variables)` in place of the range."""
-    return rest.replace(co_consts=tuple(handler if c == _HANDLER else c for c in rest.co_consts))
+def call_in_place_of_ranges(
+    forward: CodeType, handlers: Mapping[tuple[int, int], Callable[[Any, dict[str, Any]], Any]]
+) -> CodeType:
+    """Return code of `compile_forward_with_calls` that calls `handlers[span](owner, variables)` in place of
+    ranges."""
+    by_constant = {_handler_constant(span): handler for span, handler in handlers.items()}
+    constants = (by_constant.get(c, c) if isinstance(c, str) else c for c in forward.co_consts)
+    return forward.replace(co_consts=tuple(constants))
 
 
 def find_function(function: str, model_file: str) -> FunctionType:

@@ -51,6 +51,18 @@ def test_statements_are_a_block_of_their_own(name: str, first: str, last: str) -
     assert f"{block}: these lines are one block, because" in " ".join(plan.checks["notes"])
 
 
+def test_two_loops_over_lists_are_two_blocks_with_modules_between() -> None:
+    model = MODELS / "document_crops.py"
+    options = CompileOptions(cluster="local:2", global_batch=12, strategy="apart")
+    plan = check_exactness(compile_model(model, options), required=True).plan
+    lines = name_lines(model, "for i, (crops, labels) in enumerate(zip(lines", "count += 1")
+    formulas = name_lines(model, "for i, (crops, labels) in enumerate(zip(formulas", "places +=")
+    blocks = {b for s in plan.sections for b in s.blocks}
+    assert blocks == {"page", "topic", lines, formulas}
+    assert [note.partition(":")[0] for note in plan.checks["notes"]] == [lines, formulas]
+    assert not any(s.whole_batch for s in plan.sections)
+
+
 @pytest.mark.slow
 def test_the_rest_of_forward_keeps_its_sections() -> None:
     model = MODELS / "attended_caption.py"
@@ -212,6 +224,7 @@ def test_a_loop_over_time_steps_that_adds_up_the_loss(mean: bool, tmp_path: Path
         "probed_samples",
         "penalised_critic",
         "adapted_learner",
+        "document_crops",
     ],
 )
 @pytest.mark.parametrize("pins", [(), ("sharding=zero3", "dp=2")], ids=["chosen", "zero3"])

@@ -8,6 +8,7 @@ weight for each sample.
 
 from __future__ import annotations
 
+CLASS_COUNTS = "F.one_hot(labels.clamp(min=0), 6).mul(known[..., None]).sum((0, 1))"
 MODEL = """
 import torch, torch.nn.functional as F
 from torch import nn
@@ -117,6 +118,14 @@ GROUPS = {
         "torch.where(mask[..., None] > 0, y.pow(2), torch.nan).nansum() / mask.sum()",
         "(y.pow(2).sum(-1) * mask).sum() / torch.count_nonzero(known)",
         "y[known].pow(2).sum() / labels.add(100).count_nonzero().clamp(min=1)",
+    ],
+    "a mean for each class": [  # or codebook, or expert: short vectors of sums
+        f"(y.square().sum((0, 1)) / {CLASS_COUNTS}.clamp(min=1)).mean()",
+        f"(y.square().sum((0, 1)) / ({CLASS_COUNTS} + 1e-3) * self.weight).sum() / 21",
+        f"(y.square().sum((0, 1)) * (1 / {CLASS_COUNTS}.clamp(min=1))).sum() / ({CLASS_COUNTS} > 2).sum()",
+        "y.square().sum() / ((known.sum() > 3) + (mask.sum() > 2))",
+        "y.square().sum() / ((known.sum() > 3).float() + (mask.sum() > 2))",
+        f"-(y.sum((0, 1)) / {CLASS_COUNTS}.clamp(min=1).sqrt())[1:4].sum()",
     ],
     "classification": [
         "F.binary_cross_entropy(y.sigmoid(), t.sigmoid())",

@@ -175,8 +175,7 @@ def capture_model(
         try:
             capture = _capture_with_blocks(user, model, survey, inputs, cut, blocks, before, recorder, tries)
             graphs = [case.generic.graph for case in capture.cases]
-            chosen = [] if statements.chosen_path is None else [statements.chosen_path]
-            mark_summed_results(user, model, survey, graphs, chosen)
+            mark_summed_results(user, model, survey, graphs, statements.chosen_paths)
             statements.check_results(graphs)
             capture.notes[:0] = [*statements.notes, *functions.notes]
             return capture

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 
 from torch import fx, nn
 
@@ -29,6 +30,7 @@ from secc.runtime.recorder import BlockError, take_at_path
 
 _MAX_RANGES = 12  # ranges of statements that are tried for one error; each costs a capture
 _MAX_RETURNING = 12  # and ranges that return the loss
+_MAX_BLOCKS = 4  # of statements
 _MIN_SECONDS = 60.0  # of processor time for all tries, at least
 _MAX_CAPTURES = 2.0  # and as often the time of the capture that failed
 _FIRST_TRY = 5.0  # so many times as long for the first part, most often the right one: a loss with long loops
@@ -112,27 +114,49 @@ class FunctionChoice:
         delattr(self._model, self.notes.pop().path)
 
 
+@dataclass(frozen=True)
+class StatementBlocks:
+    """Ranges of statements that are tried as blocks together, each with the error for which it is one."""
+
+    ranges: tuple[StatementRange, ...] = ()
+    errors: tuple[UserError, ...] = ()
+
+    def with_range(self, more: StatementRange, error: UserError) -> StatementBlocks:
+        return StatementBlocks((*self.ranges, more), (*self.errors, error))
+
+
 class StatementChoice:
-    """Chooses statements of a forward as a block: few rather than many, and only as a last resort those that
-    return the loss, which then takes all samples of a step at once."""
+    """Chooses statements of a forward as blocks: few rather than many, and only as a last resort those that
+    return the loss, which then takes all samples of a step at once. Where a block moves the error to other
+    statements, these may be a further block."""
 
     def __init__(self, user: UserModel, model: nn.Module) -> None:
         self.notes = list[CaptureNote]()
         self._user, self._model = user, model
         self.first_error: UserError | None = None  # for which statements are tried
-        self.choices = list[StatementRange]()  # instead of the last choice
+        self._present = StatementBlocks()
+        self._choices = list[StatementBlocks]()  # in place of the present ones, the next one first
+        self._later, self._last = (
+            list[StatementBlocks](),
+            list[StatementBlocks](),
+        )  # more blocks; with the loss
 
     @property
-    def chosen_path(self) -> str | None:
-        """Path of the block; None before a choice."""
-        return self.notes[-1].path if self.notes else None
+    def chosen_paths(self) -> list[str]:
+        """Paths of the blocks."""
+        return [note.path for note in self.notes]
+
+    @property
+    def choices_left(self) -> int:
+        """The number of choices that are not tried."""
+        return len(self._choices) + len(self._later) + len(self._last)
 
     def check_results(self, graphs: Iterable[fx.Graph]) -> None:
-        """Raises BlockError if the block returns a trainable scalar next to the loss that is no sum over
+        """Raises BlockError if a block returns a trainable scalar next to the loss that is no sum over
         samples, or adds to a scalar that it takes: a block that makes the scalar may be exact."""
         for node in (n for graph in graphs for n in graph.nodes if n.target is take_at_path):
             call = node.args[0]
-            if call.target != self.chosen_path or not _is_trainable_scalar(node):
+            if call.target not in self.chosen_paths or not _is_trainable_scalar(node):
                 continue
             if len(call.users) > 1 and not node.meta.get("summed"):
                 raise BlockError(call.target, None, "it returns a trainable scalar", call.meta["where"])
@@ -140,36 +164,66 @@ class StatementChoice:
                 raise BlockError(call.target, None, "it takes a trainable scalar", call.meta["where"])
 
     def try_next(self, error: UserError) -> bool:
-        """Gives the model other statements as a block. Returns False if there are none for this error. Raises
-        the error for which statements were tried if none of them can be a block, and one that no block
+        """Gives the model other statements as blocks. Returns False if there are none for this error. Raises
+        the error for which statements were tried if none of them can be blocks, and one that no block
         would mend."""
         if self.first_error is None:
             if not isinstance(error, BlockError | GlueError):
                 return False
             why_not = list[str]()
-            if not (ranges := self._find_ranges(error, why_not)):
+            inside, returning = self._find_ranges(error, why_not)
+            if not inside and not returning:
                 error.message += f"; its statements cannot be a block: {why_not[0]}" if why_not else ""
                 return False
-            self.first_error, self.choices = error, ranges
+            self.first_error = error
+            self._choices = [StatementBlocks().with_range(r, error) for r in inside]
+            self._last = [StatementBlocks().with_range(r, error) for r in returning]
         else:
-            self._user.function_blocks = self._user.function_blocks[:-1]
-            delattr(self._model, self.notes.pop().path)
+            self._add_choices(error)
+            self._take_back()
         if isinstance(error, RandomOpError):  # it draws in any block, too
             raise error from error.__cause__
-        if not self.choices:
+        waiting = self._choices or self._later or self._last
+        if not waiting:
             raise self.first_error from self.first_error.__cause__
-        chosen = self.choices.pop(0)
-        self._user.function_blocks += (str(chosen),)
-        path = add_function_block(self._model, str(chosen), model_file_module(self._model))
-        reason = f"these lines are one block, because {self.first_error.message}"
-        first = self.first_error
-        self.notes.append(CaptureNote(path, reason, first.where, first.remedy))
+        self._make_blocks(waiting.pop(0))
         return True
 
-    def _find_ranges(self, error: BlockError | GlueError, why_not: list[str]) -> list[StatementRange]:
+    def _add_choices(self, error: UserError) -> None:
+        """Adds choices with the present blocks and a further one, for an error at another place."""
+        if not isinstance(error, BlockError | GlueError) or len(self.notes) == _MAX_BLOCKS:
+            return
+        if isinstance(error, BlockError) and error.path in self.chosen_paths:
+            return
+        inside, _ = self._find_ranges(error, [])
+        free = [r for r in inside if not any(map(r.overlaps, self._present.ranges))]
+        more = [self._present.with_range(r, error) for r in free]
+        lists = {e.argument for e in self._present.errors if isinstance(e, GlueError)}
+        if isinstance(error, GlueError) and error.argument and error.argument not in lists:
+            self._choices[:0] = more  # what the present blocks are for is done
+        else:
+            self._later += more[: _MAX_RANGES - len(self._later)]
+
+    def _make_blocks(self, chosen: StatementBlocks) -> None:
+        self._present = chosen
+        for statements, error in zip(chosen.ranges, chosen.errors, strict=True):
+            self._user.function_blocks += (str(statements),)
+            path = add_function_block(self._model, str(statements), model_file_module(self._model))
+            reason = f"these lines are one block, because {error.message}"
+            self.notes.append(CaptureNote(path, reason, error.where, error.remedy))
+
+    def _take_back(self) -> None:
+        self._user.function_blocks = self._user.function_blocks[: -len(self.notes)]
+        for note in self.notes:
+            delattr(self._model, note.path)
+        self.notes.clear()
+
+    def _find_ranges(
+        self, error: BlockError | GlueError, why_not: list[str]
+    ) -> tuple[list[StatementRange], list[StatementRange]]:
         """Returns ranges of statements around the place of an error, in the module outside of blocks that it
-        belongs to and in those around it; the smallest of the innermost module come first. Adds to `why_not`
-        why others cannot be taken out."""
+        belongs to and in those around it, and ranges that return the loss; the smallest of the innermost
+        module come first. Adds to `why_not` why others cannot be taken out."""
         path = error.module if isinstance(error, GlueError) else error.path
         listed = error.argument if isinstance(error, GlueError) else ""
         # One number is the whole batch's: a branch on it would go another way in a micro-batch.
@@ -183,7 +237,7 @@ class StatementChoice:
                 inside += [r for r, returns in ranges if not (returns or decides)]
                 returning += [r for r, returns in ranges if returns and not path]
             if not path:
-                return [*inside[:_MAX_RANGES], *returning[:_MAX_RETURNING]]
+                return inside[:_MAX_RANGES], returning[:_MAX_RETURNING]
             path, _, called = path.rpartition(".")
 
 
@@ -198,7 +252,7 @@ def choose_next_part(
     to report if there is none."""
     try:
         tries.start(error)
-        if statements.chosen_path is None and functions.try_next(error):
+        if not statements.chosen_paths and functions.try_next(error):
             return None
         return None if statements.try_next(functions.unsolved or error) else functions.unsolved or error
     except UserError as unsolved:
@@ -218,7 +272,7 @@ def describe_time_ended(
     """Returns the error for which parts of the code were tried until the time ended, with what was left
     out."""
     error = statements.first_error or functions.first_error
-    left = len(functions.choices) + len(statements.choices)
+    left = len(functions.choices) + statements.choices_left
     assert error is not None, "nothing was tried"
     more = f", and {left} more {'was' if left == 1 else 'were'} not" if left else ""
     error.message += f"; parts of forward were tried as one block for {ended}{more}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -13,8 +15,10 @@ from secc.runtime.model.function_blocks import StatementBlock, add_function_bloc
 from secc.runtime.model.outlined_forward import (
     ForwardSource,
     NotOutlinable,
+    OutlinedStatements,
     StatementRange,
-    call_in_place_of_range,
+    call_in_place_of_ranges,
+    compile_forward_with_calls,
     outline_statements,
 )
 
@@ -47,6 +51,28 @@ class Caption(nn.Module):
         return dict(loss=loss + weight * norms, last=self.out(state).detach())
 
 
+class TwoLoops(nn.Module):
+    def forward(self, lists: list[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros(())
+        for i, part in enumerate(lists):
+            size = part.sum()
+            total = total + i * size
+        total = total * 2
+        rest = 0 * part.sum()
+        for i, part in enumerate(lists):
+            size = part.sum()
+            rest = rest + (i + 1) * size
+        return total + rest
+
+
+class ReadLater(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.ones(())
+        scaled = lambda: x.sum() * scale  # noqa: E731
+        scale = scale + 2
+        return scaled()
+
+
 class Unsplittable(nn.Module):
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         batch.pop("x")
@@ -74,11 +100,12 @@ def run_split(first: int, last: int, weight: float) -> Any:
     outlined = outline_statements(FORWARD, Caption(), first, last)
 
     def run_statements(owner: Any, given: dict[str, Any]) -> Any:
-        found = outlined.statements(owner, given)
+        found = outlined.run(owner, given)
         crossed.append({*given, *(() if outlined.returns else found)})
         return found
 
-    code = call_in_place_of_range(outlined.rest, run_statements)
+    forward = compile_forward_with_calls(FORWARD, Caption(), [outlined])
+    code = call_in_place_of_ranges(forward, {(first, last): run_statements})
     found = FunctionType(code, FORWARD.__globals__, "forward", FORWARD.__defaults__)(
         model, image, ids, weight
     )
@@ -98,6 +125,79 @@ def test_every_split_computes_the_same(weight: float) -> None:
         assert len(crossed) == 1
         splits += 1
     assert splits > 20
+
+
+def noting(part: OutlinedStatements, called: list[tuple[int, int]]) -> Callable[[Any, dict[str, Any]], Any]:
+    def run(owner: Any, given: dict[str, Any]) -> Any:
+        called.append(part.span)
+        return part.run(owner, given)
+
+    return run
+
+
+def test_two_ranges_are_two_calls() -> None:
+    source, pairs = ForwardSource(FORWARD, Caption()), 0
+    free = {source.widen_range(i, j) for i, j in RANGES if (i, j) == source.widen_range(i, j)}
+    for a, b in itertools.product(sorted(free), repeat=2):
+        if a[1] >= b[0]:
+            continue
+        try:
+            parts = [outline_statements(FORWARD, Caption(), *span) for span in (b, a)]
+        except NotOutlinable:
+            continue
+        torch.manual_seed(0)
+        model, called = Caption(), list[tuple[int, int]]()
+        image, ids = torch.randn(3, 4), torch.randint(9, (3, 5))
+        handlers = {part.span: noting(part, called) for part in parts}
+        code = call_in_place_of_ranges(compile_forward_with_calls(FORWARD, Caption(), parts), handlers)
+        split = FunctionType(code, FORWARD.__globals__, "forward", FORWARD.__defaults__)
+        assert torch.equal(split(model, image, ids)["loss"], model(image, ids)["loss"])
+        assert called == [a, b]
+        pairs += 1
+    assert pairs > 100
+
+
+def test_names_that_two_loops_set_for_themselves_do_not_cross() -> None:
+    forward = TwoLoops.forward
+    assert isinstance(forward, FunctionType)
+    crossed = list[set[str]]()
+    second = outline_statements(forward, TwoLoops(), 3, 4)
+    handler = lambda owner, given: crossed.append(set(given)) or second.run(owner, given)  # noqa: E731
+    code = call_in_place_of_ranges(
+        compile_forward_with_calls(forward, TwoLoops(), [second]), {(3, 4): handler}
+    )
+    lists = [torch.ones(2), torch.ones(3)]
+    assert FunctionType(code, forward.__globals__)(TwoLoops(), lists) == TwoLoops()(lists) == 14
+    assert crossed == [{"lists", "part"}]
+
+
+def test_a_function_from_before_a_range_sees_what_it_sets() -> None:
+    forward = ReadLater.forward
+    assert isinstance(forward, FunctionType)
+    middle = outline_statements(forward, ReadLater(), 2, 2)
+    code = call_in_place_of_ranges(
+        compile_forward_with_calls(forward, ReadLater(), [middle]), {(2, 2): middle.run}
+    )
+    split = FunctionType(code, forward.__globals__, "forward", None, forward.__closure__)
+    assert split(ReadLater(), torch.ones(2)) == ReadLater()(torch.ones(2)) == 6
+
+
+def test_blocks_of_two_modules_of_one_class_have_names_of_their_own() -> None:
+    model = nn.Sequential(TwoLoops(), TwoLoops())
+    names = [f"{__name__}:TwoLoops.forward#0-2@{path}" for path in ("0", "1")]
+    paths = [add_function_block(model, name, __name__) for name in names]
+    assert len(set(paths)) == 2
+    assert [add_function_block(model, name, __name__) for name in names] == paths
+    called = list[Any]()
+
+    def handle(block: Any, args: Any, kwargs: Any) -> Any:
+        called.append(block.name)
+        return block.call_directly(args, kwargs)
+
+    lists = [torch.ones(2), torch.ones(3)]
+    with intercepted_functions(model, handle):
+        found = model[0](lists) + model[1](lists) + TwoLoops()(lists)
+    assert found == 3 * 14 and called == names
 
 
 def test_a_list_that_a_loop_fills_begins_inside_the_range() -> None:
