@@ -138,7 +138,7 @@ def _add_to_stack(
         return None
     items = list[ValueState]()
     for i in range(counts.pop()):
-        found = [(_parts_of_item(ctx, op, term, i), sign) for term, sign in terms]
+        found = [(parts_of_entry(ctx, op, term, i), sign) for term, sign in terms]
         if any(parts is None for parts, _ in found):
             return None
         items.append(
@@ -147,7 +147,7 @@ def _add_to_stack(
     return StackState(tuple(items))
 
 
-def _parts_of_item(
+def parts_of_entry(
     ctx: LossContext, op: Computation, term: OperandTerm, index: int
 ) -> tuple[SumPart, ...] | None:
     """The parts of one entry of a number, a vector or a stack of scalars; None for what has rows of samples,
@@ -176,7 +176,7 @@ def _select_entry(ctx: LossContext, op: Computation, part: SumPart, index: int) 
     return part.with_atom(entry)
 
 
-def _few_entries(ctx: LossContext, op: Computation) -> int | None:
+def count_few_entries(ctx: LossContext, op: Computation) -> int | None:
     """The number of entries of a result that is a short vector of known length; None for others."""
     shape = tensor_type(op.results[0]).shape
     is_short = len(shape) == 1 and shape[0].is_Integer and 1 < shape[0] <= _MOST_ENTRIES
@@ -185,12 +185,12 @@ def _few_entries(ctx: LossContext, op: Computation) -> int | None:
 
 def apply_to_entries(ctx: LossContext, op: Computation) -> ValueState | None:
     """An op on short vectors of coefficients (a count for each codebook), entry by entry. None for others."""
-    count = _few_entries(ctx, op) if op.base_name in ENTRYWISE_OPS and isinstance(op, GlueOp) else None
+    count = count_few_entries(ctx, op) if op.base_name in ENTRYWISE_OPS and isinstance(op, GlueOp) else None
     if count is None or not isinstance(op, GlueOp):
         return None
     items = list[ValueState]()
     for i in range(count):
-        entries = [_coefficient_of_item(ctx, op, value, i) for value in op.operands]
+        entries = [coefficient_of_entry(ctx, op, value, i) for value in op.operands]
         known = tuple(entry for entry in entries if entry is not None)
         if len(known) < len(entries):
             return None
@@ -198,11 +198,11 @@ def apply_to_entries(ctx: LossContext, op: Computation) -> ValueState | None:
     return StackState(tuple(items))
 
 
-def _coefficient_of_item(
+def coefficient_of_entry(
     ctx: LossContext, op: Computation, term: OperandTerm, index: int
 ) -> Coefficient | None:
     """One entry of a term as a coefficient."""
-    return ctx.coefficient_of_parts(_parts_of_item(ctx, op, term, index) or ())
+    return ctx.coefficient_of_parts(parts_of_entry(ctx, op, term, index) or ())
 
 
 def _scale_items(
@@ -211,8 +211,8 @@ def _scale_items(
     """A short vector of sums times, or divided by, a vector of coefficients, entry by entry. None for
     others."""
     items = list[ValueState]()
-    for i in range(_few_entries(ctx, op) or 0):
-        parts, factor = _parts_of_item(ctx, op, scaled, i), _coefficient_of_item(ctx, op, weight, i)
+    for i in range(count_few_entries(ctx, op) or 0):
+        parts, factor = parts_of_entry(ctx, op, scaled, i), coefficient_of_entry(ctx, op, weight, i)
         if parts is None or factor is None:
             return None
         factor = UNIT_COEFFICIENT / factor if divides else factor
@@ -305,7 +305,7 @@ def _multiply_stack(
             return StackState(tuple(scale_state(item, weight) for item in stack.items))
         if not isinstance(ctx.state_of(weight), LocalState):
             continue
-        entries = [_parts_of_item(ctx, op, weight, i) or () for i in range(len(stack.items))]
+        entries = [parts_of_entry(ctx, op, weight, i) or () for i in range(len(stack.items))]
         weights = [atom for parts in entries for p in parts if (atom := p.atom) is not None]
         if len(weights) == len(stack.items):
             pairs = zip(stack.items, weights, strict=True)

@@ -4,25 +4,40 @@ each part of a sum separately."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from xdsl.ir import SSAValue
 
-from secc.ir.dialect.ops import Computation
-from secc.ir.dialect.tensor_type import tensor_type
+from secc.ir.dialect.ops import Computation, GlueOp
+from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.arithmetic import (
+    OperandTerm,
     are_plain,
+    coefficient_of_entry,
+    count_few_entries,
+    freeze_part,
     make_ones,
+    parts_of_entry,
     read_operand,
     scale_state,
     state_of_parts,
     term_parts,
 )
-from secc.passes.loss.coefficient import UNIT_COEFFICIENT, coefficient_of_number
+from secc.passes.loss.coefficient import (
+    UNIT_COEFFICIENT,
+    AppliedFactor,
+    Coefficient,
+    coefficient_of_factor,
+    coefficient_of_number,
+)
 from secc.passes.loss.loss_context import LossContext, has_one_entry
 from secc.passes.loss.op_tables import RESHAPE_OPS
 from secc.passes.loss.pending_ops import get_argument
 from secc.passes.loss.value_states import LocalState, StackState, SumPart, SumState, ValueState
+
+# `where(mask, x, 0)` and `where(mask, 0, x)`.
+_WHERE_OR_ZERO = (("aten.where.ScalarOther", "$0, $1, 0"), ("aten.where.ScalarSelf", "$0, 0, $1"))
 
 
 def state_of_linear(ctx: LossContext, op: Computation) -> ValueState | Sequence[ValueState] | None:
@@ -87,23 +102,47 @@ def state_of_cast(ctx: LossContext, op: Computation) -> ValueState | Sequence[Va
 def state_of_where(ctx: LossContext, op: Computation) -> ValueState | None:
     """`where(mask, a, b)` with a mask of rows: `a` where it holds, `b` elsewhere."""
     mask, *choices = (read_operand(op, a) for a in op.arguments.args)
-    if not isinstance(mask, SSAValue) or not ctx.is_plain(mask) or len(choices) != 2:
-        return None
     terms = [c for c in choices if c is not None]
-    if len(terms) != 2 or are_plain(ctx, terms):
+    if not isinstance(mask, SSAValue) or len(terms) != 2:
+        return None
+    if not ctx.is_plain(mask):
+        return _choose_by_coefficients(ctx, op, mask, terms)
+    if are_plain(ctx, terms):
         return None
     type, parts = tensor_type(op.results[0]), list[SumPart]()
-    for term, target, args in zip(
-        terms, ("ScalarOther", "ScalarSelf"), ("$0, $1, 0", "$0, 0, $1"), strict=True
-    ):
+    for term, (target, args) in zip(terms, _WHERE_OR_ZERO, strict=True):
         for part in term_parts(ctx, term) or ():
             if part.summed and ctx.carries_samples(mask):
                 return ctx.refuse_op(op, "puts a sum over samples in the place of single samples")
             atom = part.atom if part.atom is not None else make_ones(ctx, op, type)
-            parts.append(
-                part.with_atom(ctx.pending.make_glue(op, f"aten.where.{target}", [mask, atom], args, type))
-            )
+            parts.append(part.with_atom(ctx.pending.make_glue(op, target, [mask, atom], args, type)))
     return state_of_parts(ctx, terms, parts)
+
+
+def _choose_by_coefficients(
+    ctx: LossContext, op: Computation, mask: SSAValue, terms: Sequence[OperandTerm]
+) -> ValueState | None:
+    """`where(counts > 0, sums / counts, 0)`, of one number or a short vector, with conditions that are known
+    before any forward: each entry's coefficients are chosen. None for others."""
+    is_scalar = not tensor_type(op.results[0]).dims
+    entries = list[SumState]()
+    for i in range(1 if is_scalar else count_few_entries(ctx, op) or 0):
+        condition, parts = coefficient_of_entry(ctx, op, mask, i), list[SumPart]()
+        for term, (target, args) in zip(terms, _WHERE_OR_ZERO, strict=True):
+            found = parts_of_entry(ctx, op, term, i)
+            if condition is None or found is None:
+                return None
+            chosen = ctx.pending.make_glue(op, target, [mask, mask], args, TensorType.from_dims([], "f32"))
+            parts += [_choose_part(chosen, condition, freeze_part(ctx, op, part)) for part in found]
+        entries.append(SumState(tuple(parts)))
+    return None if not entries else entries[0] if is_scalar else StackState(tuple(entries))
+
+
+def _choose_part(chosen: SSAValue, condition: Coefficient, part: SumPart) -> SumPart:
+    """A part with 0 in place of its coefficient where a condition does not hold."""
+    assert isinstance(chosen.owner, GlueOp)
+    factor = AppliedFactor(chosen.owner, (condition, part.coefficient))
+    return replace(part, coefficient=coefficient_of_factor(factor))
 
 
 def state_of_masked_fill(ctx: LossContext, op: Computation) -> ValueState | None:

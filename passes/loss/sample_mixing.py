@@ -3,7 +3,7 @@ a table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from xdsl.ir import Operation, SSAValue
 
@@ -199,8 +199,14 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
     inside the block that nothing is known about."""
     path = op.target.data
     block, takes_all = ctx.graph.blocks[path], path in ctx.whole_batch
-    offer = f"; or --whole-batch {path}, exact: {path} then computes all samples of a step at once"
     if block.couples is not None and not takes_all:
+        coupling = [
+            p for p, b in ctx.graph.blocks.items() if b.couples is not None and p not in ctx.whole_batch
+        ]
+        offer = (
+            f"; or {_format_whole_batch(path, coupling)}, exact: "
+            f"{path if coupling == [path] else 'each'} then computes all samples of a step at once"
+        )
         cause, remedy = COUPLINGS[block.couples.kind.data]
         place = f"{cause} ({block.couples.subject.data}) at {block.couples.where.data}"
         why = f"couples the samples of a batch: {place}"
@@ -212,8 +218,7 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
     if (misplaced := _find_misplaced_samples(ctx, op)) is not None:
         return [misplaced] * len(op.results)
     why = "reduces its samples to a value that is the whole batch's"
-    paths = [path, *(other for other in _find_reducing_blocks(ctx, op) if other != path)]
-    every = " ".join(f"--whole-batch {p}" for p in paths)
+    every = _format_whole_batch(path, _find_reducing_blocks(ctx, op))
     remedy = (
         "compute the loss outside the block, from outputs that have a row for each sample; or let a loop add"
         f" up what each sample gives, and divide behind it; or {every}, exact: all samples of a step are then"
@@ -241,6 +246,11 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
         take_function_of_sums(ctx, op, why, remedy) if bad else sums.get(out, LOCAL_STATE)
         for bad, out in zip(mixed, outs, strict=True)
     ]
+
+
+def _format_whole_batch(path: str, others: Iterable[str]) -> str:
+    """The options that let a block and others like it take all samples of a step."""
+    return " ".join(f"--whole-batch {p}" for p in dict.fromkeys([path, *others]))
 
 
 def _reduced_results(ctx: LossContext, op: CallOp) -> list[bool]:
