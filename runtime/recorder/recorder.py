@@ -134,6 +134,7 @@ class Recorder:
         self._paths = module_paths_by_id(self._model)
         self._suggested_parts = set[str]()  # in place of blocks inside which a caller collects results
         self._growing_blocks = set[str]()  # blocks that add to lists or dicts of their callers
+        self._remembering_blocks = dict[str, str]()  # blocks that read what an earlier call made: a line
         self._keeps_caches = False  # a block reads what an earlier call wrote into a cache
         self._omitted_caches = dict[int, tuple[object, set[int | str]]]()  # by id, and the layers without it
         self._opened_blocks = set[str]()  # blocks that hide what should be seen, which were opened
@@ -504,6 +505,8 @@ class Recorder:
                 raise self._block_error(path, message, "pass it as an argument", parts)
             if maker := self._origins.making_block(tensor) or self._block_that_kept(tensor, path):
                 self._refuse_kept_tensor(maker, path)
+            if self._origins.was_made_in_earlier_run(tensor):
+                self._remembering_blocks.setdefault(path, current_source_line())
             if self._tape.is_computed(tensor):
                 message = (
                     f"block {path} uses a tensor that is made outside of it and is not passed to its forward"
@@ -719,6 +722,9 @@ class Recorder:
             if path in self._growing_blocks:
                 reason = "it adds to a list or dict of its caller's, which reads what was added"
                 self._wish_opened(path, reason, current_source_line())
+            if path in self._remembering_blocks:  # its calls may be on different ranks
+                reason = "it keeps a tensor on itself in one call and uses it in another"
+                self._wish_opened(path, reason, self._remembering_blocks[path])
             placing = next((h for h in result.hazards if h.kind == "placed_rows"), None)
             if self.shows_placed_rows and placing is not None:
                 self._wish_opened(path, f"{placing.op} puts rows in the places of a mask", placing.where)

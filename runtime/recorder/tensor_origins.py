@@ -30,24 +30,31 @@ class TensorOrigins:
 
     def __init__(self, state: Iterable[int], names: Mapping[int, str] = NO_NAMES) -> None:
         self._state, self._names = set(state), dict(names)
-        self._running_block = ""
+        self._running_block, self._run, self._runs = (
+            "",
+            0,
+            0,
+        )  # the present run's number, and how many there were
         self._independent_tensors: dict[
             int, torch.Tensor
         ] = {}  # made in this run of nothing that it was given
         self._making_blocks: Any = (
             WeakTensorKeyDictionary()
-        )  # tensors that blocks made of what they were given: the block
+        )  # tensors that blocks made of what they were given: the block and its run
 
     @contextmanager
     def running_block(self, block: str, fixed: Iterable[torch.Tensor] = ()) -> Iterator[None]:
         """Context in which a block runs, or a part of one that runs once for all equal parts. fixed:
         arguments (any shapes) that no input decides."""
-        before = self._running_block, self._independent_tensors
+        before = self._running_block, self._run, self._independent_tensors
+        if block != self._running_block:  # else a part of it
+            self._runs += 1
+            self._run = self._runs
         self._running_block, self._independent_tensors = block, {id(t): t for t in fixed}
         try:
             yield
         finally:
-            self._running_block, self._independent_tensors = before
+            self._running_block, self._run, self._independent_tensors = before
 
     def note_result(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[str]:
         """Note that an op of the running block returned `out`. Returns the parameters and buffers that it
@@ -81,7 +88,7 @@ class TensorOrigins:
             self._independent_tensors[id(tensor)] = tensor
         else:
             self._independent_tensors.pop(id(tensor), None)
-            self._making_blocks[tensor] = self._running_block
+            self._making_blocks[tensor] = self._running_block, self._run
 
     def adopt_result(self, tensor: torch.Tensor, alone: bool) -> None:
         """Note a tensor (any shape) that a part of the running block returns, without having run again."""
@@ -100,5 +107,10 @@ class TensorOrigins:
     def making_block(self, tensor: torch.Tensor) -> str:
         """Return the other block that made a tensor (any shape) from what it was given, "" if there is
         none."""
-        block: str = self._making_blocks.get(tensor, "") or ""
+        block, _ = self._making_blocks.get(tensor) or ("", 0)
         return "" if block == self._running_block else block
+
+    def was_made_in_earlier_run(self, tensor: torch.Tensor) -> bool:
+        """Whether an earlier run of the running block made a tensor (any shape) from what it was given."""
+        block, run = self._making_blocks.get(tensor) or ("", 0)
+        return block == self._running_block and run != self._run

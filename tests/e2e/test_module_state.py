@@ -18,6 +18,18 @@ from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
 from tests.e2e.reference_runs import MODELS_FOLDER
 from tools.train_plain import train_model
 
+MOVING_MEAN = """class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return (x - self.mean) * self.weight
+
+
+"""
 MODEL = """
 import torch
 from torch import nn
@@ -167,6 +179,18 @@ def test_module_state_that_couples_nothing_is_exact(tmp_path: Path, part: str) -
     assert [p["exact"] for p in compiled.plan.checks["patterns"]] == [True]
 
 
+def test_the_message_names_all_blocks_that_couple_samples(tmp_path: Path) -> None:
+    source = (MODELS_FOLDER / "batchnorm.py").read_text()
+    source = source.replace("class Classifier", MOVING_MEAN + "class Classifier", 1)
+    source = source.replace("self.norm = nn.BatchNorm1d(16)", "self.norm, self.other = Centred(), Centred()")
+    (tmp_path / "model.py").write_text(
+        source.replace("self.norm(self.inner(x))", "self.other(self.norm(self.inner(x)))")
+    )
+    with pytest.raises(UserError, match="couples the samples of a batch") as refused:
+        compile_model(tmp_path / "model.py", CompileOptions())
+    assert "--whole-batch norm --whole-batch other, exact: each then computes" in refused.value.remedy
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("options", [(), ("model.recompute=full",), ("model.sharding=zero3",)])
 def test_a_critic_is_frozen_for_the_calls_for_which_forward_freezes_it(
@@ -182,3 +206,18 @@ def test_a_critic_is_frozen_for_the_calls_for_which_forward_freezes_it(
     found = load_full_state_dict(saved)
     for name, expected in trained.state_dict().items():
         torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("options", [(), ("model.pp=2",)])
+def test_what_a_module_remembers_for_its_next_call_reaches_other_ranks(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = MODELS_FOLDER / "remembered_scale.py"
+    plan = compile_and_write(model, tmp_path / "plan", cluster="local:2", global_batch=8, set=options).plan
+    assert [p["exact"] for p in plan.checks["patterns"]] == [True]
+    (note,) = plan.checks["notes"]
+    assert "scale: its parts are blocks, because it keeps a tensor on itself in one call and uses" in note
+    run_plan_ranks(tmp_path / "plan", plan.world_size, ["--steps", "3", "--log-dir", str(tmp_path)])
+    _, losses = train_model(load_model_file(model), 3, 8)
+    assert [m["loss"] for m in read_metrics(tmp_path)] == pytest.approx(losses, rel=1e-6)

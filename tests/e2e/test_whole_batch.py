@@ -22,18 +22,6 @@ from tools.train_plain import train_model
 
 MODELS = Path(__file__).parent.parent / "models"
 TOWER = MODELS / "normed_tower.py"
-MOVING_MEAN = """class Centred(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(16))
-        self.register_buffer("mean", torch.zeros(16))
-
-    def forward(self, x):
-        self.mean.lerp_(x.detach().mean(0), 0.1)
-        return (x - self.mean) * self.weight
-
-
-"""
 APART = ("images=tower", "texts=tokens+mlp+head")
 
 
@@ -49,18 +37,6 @@ def test_the_message_names_the_block() -> None:
     with pytest.raises(UserError, match="tower couples the samples of a batch: batch norm") as refused:
         compile_model(TOWER, CompileOptions())
     assert "--whole-batch tower" in refused.value.remedy
-
-
-def test_the_message_names_all_blocks_that_couple_samples(tmp_path: Path) -> None:
-    source = (MODELS / "batchnorm.py").read_text()
-    source = source.replace("class Classifier", MOVING_MEAN + "class Classifier", 1)
-    source = source.replace("self.norm = nn.BatchNorm1d(16)", "self.norm, self.other = Centred(), Centred()")
-    (tmp_path / "model.py").write_text(
-        source.replace("self.norm(self.inner(x))", "self.other(self.norm(self.inner(x)))")
-    )
-    with pytest.raises(UserError, match="couples the samples of a batch") as refused:
-        compile_model(tmp_path / "model.py", CompileOptions())
-    assert "--whole-batch norm --whole-batch other, exact: each then computes" in refused.value.remedy
 
 
 def test_a_tower_with_batch_norms_takes_all_samples_of_a_step_in_one_micro_batch() -> None:

@@ -325,7 +325,8 @@ class _CaseFinder:
                 if recorder.follows_draws and self.has_drawn_rows and isinstance(error, GlueError):
                     recorder.follows_draws = False  # a block that holds such rows may do
                     continue
-                if recorder.keeps_scalars and recorder.found_scalars:
+                is_wish = isinstance(error, BlockError) and error.is_wish  # raised once, so it is met now
+                if recorder.keeps_scalars and recorder.found_scalars and not is_wish:
                     recorder.keeps_scalars = False
                     frontier.notes.append(
                         CaptureNote(
