@@ -76,12 +76,11 @@ def plans_of_kinds(problem: Problem, best: Assignment, margin: float) -> list[As
 
 def plans_with_dealt_samples(problem: Problem, best: Assignment, margin: float) -> list[Assignment]:
     """Returns the best plans, apart and on the same devices, in which the section with most work deals
-    samples to its ranks of cp, one for each number of its replicas, stages and ranks, as far as they take at
-    most `MAX_KIND_RATIO` times the best plan's step; at most `MOST_DEALT_STARTS` of each strategy, the
-    shortest ones.
+    samples to its ranks of cp: one for each layout of its replicas (tp, pp, cp, ep), as far as they take at
+    most `MAX_KIND_RATIO` times the best plan's step; the shortest `MOST_DEALT_STARTS` of each strategy.
 
-    Closed forms see neither which replicas long samples make wait, nor that no rank waits for others
-    where sections share devices: they misjudge some of these plans by half of a step.
+    Closed forms do not see for which replicas long samples make others wait, nor that sections on the same
+    devices never wait for other devices. They misjudge some of these plans by half of a step.
     """
     if problem.strategy != "auto" or len(problem.sections) < 2:
         return []
@@ -93,10 +92,14 @@ def plans_with_dealt_samples(problem: Problem, best: Assignment, margin: float) 
         found = list[tuple[int, Assignment]]()
         variant = replace(problem, strategy=strategy)
         shapes = dict.fromkeys(
-            _layout(c) for c in problem.sections[heaviest] if not c.excluded and c.cp_per == "micro_batch"
+            _replica_layout(c)
+            for c in problem.sections[heaviest]
+            if not c.excluded and c.cp_per == "micro_batch"
         )
         for shape in shapes:
-            other = exclude_candidates(variant, lambda c, shape=shape: _layout(c) != shape, (heaviest,))
+            other = exclude_candidates(
+                variant, lambda c, shape=shape: _replica_layout(c) != shape, (heaviest,)
+            )
             if (a := solver.solve_within_limit(other)) is not None:
                 found.append((evaluate_assignment(variant, a).time_ns, a))
         found.sort(key=itemgetter(0))
@@ -104,7 +107,8 @@ def plans_with_dealt_samples(problem: Problem, best: Assignment, margin: float) 
     return plans
 
 
-def _layout(c: Candidate) -> tuple[int, int, int, int]:
+def _replica_layout(c: Candidate) -> tuple[int, int, int, int]:
+    """(tp, pp, cp, ep) of a candidate."""
     return c.tp, c.pp, c.cp, c.ep
 
 
