@@ -181,8 +181,8 @@ REFUSED = [
     (
         "skips",
         "model.chunks=6",
-        "model.chunks=6 with pp=4 is impossible: the section has 5 layers to cut between, and 24 stages need",
-        "leave out model.chunks",
+        "model.chunks=6 with pp=2 is impossible: the section has 5 layers to cut between, and 12 stages need",
+        "set model.chunks to at most 2",
     ),
     ("padded_mean", "model.placement=v", "model.chunks=2 with pp=1 is impossible: the section has 0", ""),
     ("padded_mean", "model.pp=2", "model.pp=2 is impossible: the section has 0 layers to cut between", ""),

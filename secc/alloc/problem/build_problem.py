@@ -514,7 +514,8 @@ def parallel_shapes(
         for cp in row_part_choices(work, load, pins, tp, pp, ranks, free)
     ]
     if chunks > 1:
-        shapes = [s for s in shapes if s.pp > 1 and s.stages <= layers] or shapes[-1:]
+        staged = [s for s in shapes if s.pp > 1]
+        shapes = [s for s in staged if s.stages <= layers] or staged[:1] or shapes[-1:]
     shapes = [s for s in shapes if s.tp % ep == 0 or ep % s.tp == 0] or shapes
     attention = pins.words.get(load.name, {}).get("attention")
     if attention == "ulysses":
