@@ -56,6 +56,7 @@ class StageUnits:
             self.unit_of_op |= {op: number[key] for key, op in sequence}
             self._assign_units(case)
         self.cuts = dict.fromkeys(range(len(self.calls) - 1), 0.0)
+        self._forbid_cuts_in_memories()
         for sequence in sequences:
             self._forbid_reordered_cuts([number[key] for key, _ in sequence])
         for case in self.graph.cases:
@@ -138,6 +139,16 @@ class StageUnits:
 
     # -- cuts
     # ----------------------------------------------------------------------------------------------
+
+    def _forbid_cuts_in_memories(self) -> None:
+        """A block that reads what another call of it has kept makes all its calls on one rank."""
+        for path, block in self.graph.blocks.items():
+            own = [unit for unit, (called, *_) in enumerate(self.calls) if called == path]
+            if block.remembers is None or not own:
+                continue
+            reason = f"{path} keeps a tensor on itself in one call and uses it in another, on the same rank"
+            for cut in range(own[0], own[-1]):
+                self._forbid_cut(cut, reason, block.remembers.data)
 
     def _forbid_reordered_cuts(self, sequence: Sequence[int]) -> None:
         # A case that calls `unit` after a later one would pass each cut between them there and back.

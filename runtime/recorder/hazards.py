@@ -1,5 +1,5 @@
 """Notes what ops inside a block reveal: values read from real tensors, batch norm in training mode, random
-numbers, rows put in the places of a mask.
+numbers, rows put in the places of a mask, tensors that it remembers from an earlier call.
 
 Batch norm couples the samples of a batch, so a plan with it is not exact; random numbers must be tied to
 samples; rows go to other samples' places if a sample has more of them than places. The compiler has to know

@@ -31,13 +31,16 @@ class RecordedModules:
         return path or None
 
     def parts_with_weights(self, path: str) -> list[str]:
-        """Paths of the modules with parameters directly inside a block; lists of modules are opened."""
+        """Paths of the modules with parameters directly inside a block; lists of modules are opened. None of
+        a block of statements, whose modules are those of its forward."""
         parts: list[str] = []
         for name, child in self._modules[path].named_children():
             inner = f"{path}.{name}"
+            if inner not in self._modules:  # it is also elsewhere, under the name by which it is known
+                continue
             if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
                 parts += self.parts_with_weights(inner)
-            elif inner in self._modules and next(child.parameters(), None) is not None:
+            elif next(child.parameters(), None) is not None:
                 parts.append(inner)
         return parts
 

@@ -134,7 +134,6 @@ class Recorder:
         self._paths = module_paths_by_id(self._model)
         self._suggested_parts = set[str]()  # in place of blocks inside which a caller collects results
         self._growing_blocks = set[str]()  # blocks that add to lists or dicts of their callers
-        self._remembering_blocks = dict[str, str]()  # blocks that read what an earlier call made: a line
         self._keeps_caches = False  # a block reads what an earlier call wrote into a cache
         self._omitted_caches = dict[int, tuple[object, set[int | str]]]()  # by id, and the layers without it
         self._opened_blocks = set[str]()  # blocks that hide what should be seen, which were opened
@@ -506,7 +505,7 @@ class Recorder:
             if maker := self._origins.making_block(tensor) or self._block_that_kept(tensor, path):
                 self._refuse_kept_tensor(maker, path)
             if self._origins.was_made_in_earlier_run(tensor):
-                self._remembering_blocks.setdefault(path, current_source_line())
+                self._watch.note_hazard("remembered", "")
             if self._tape.is_computed(tensor):
                 message = (
                     f"block {path} uses a tensor that is made outside of it and is not passed to its forward"
@@ -722,12 +721,12 @@ class Recorder:
             if path in self._growing_blocks:
                 reason = "it adds to a list or dict of its caller's, which reads what was added"
                 self._wish_opened(path, reason, current_source_line())
-            if path in self._remembering_blocks:  # its calls may be on different ranks
-                reason = "it keeps a tensor on itself in one call and uses it in another"
-                self._wish_opened(path, reason, self._remembering_blocks[path])
-            placing = next((h for h in result.hazards if h.kind == "placed_rows"), None)
-            if self.shows_placed_rows and placing is not None:
-                self._wish_opened(path, f"{placing.op} puts rows in the places of a mask", placing.where)
+            for hazard in result.hazards:
+                if hazard.kind == "remembered":  # stages could not put its calls on different ranks
+                    reason = "it keeps a tensor on itself in one call and uses it in another"
+                    self._wish_opened(path, reason, hazard.where)
+                if hazard.kind == "placed_rows" and self.shows_placed_rows:
+                    self._wish_opened(path, f"{hazard.op} puts rows in the places of a mask", hazard.where)
             given = [t for _, t in nested_values.iter_tensors((args, kwargs))]
             for i in result.written:
                 mark_written(self._tape.node_of(given[i]))

@@ -221,3 +221,17 @@ def test_what_a_module_remembers_for_its_next_call_reaches_other_ranks(
     run_plan_ranks(tmp_path / "plan", plan.world_size, ["--steps", "3", "--log-dir", str(tmp_path)])
     _, losses = train_model(load_model_file(model), 3, 8)
     assert [m["loss"] for m in read_metrics(tmp_path)] == pytest.approx(losses, rel=1e-6)
+
+
+def test_stages_do_not_part_the_calls_of_a_block_that_remembers_a_tensor(tmp_path: Path) -> None:
+    """With a hook on its gradients, the module cannot be opened."""
+    source, layers = (MODELS_FOLDER / "remembered_scale.py").read_text(), "self.layers = nn.ModuleList("
+    hook = "self.scale.register_full_backward_pre_hook(lambda module, grads: grads)"
+    model = tmp_path / "hooked_scale.py"
+    model.write_text(source.replace(layers, f"{hook}\n        {layers}"))
+    plan = compile_and_write(model, tmp_path / "plan", cluster="local:2", global_batch=8).plan
+    assert [p["exact"] for p in plan.checks["patterns"]] == [True]
+    assert any("layers.3" in s.blocks for s in plan.sections)  # no larger block hides its calls
+    with pytest.raises(UserError, match=r"scale keeps a tensor on itself in one call and uses it") as refused:
+        compile_model(model, CompileOptions(cluster="local:2", global_batch=8, set=("model.pp=2",)))
+    assert refused.value.where.startswith("hooked_scale.py:") and "leave out model.pp" in refused.value.remedy

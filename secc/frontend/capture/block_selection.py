@@ -255,6 +255,9 @@ def _trace_module_calls(
             return seen
         except BlockError as error:
             other = error.suggest_blocks(blocks)
+            if error.is_wish:  # raised once
+                tried.discard(frozenset(blocks))
+                other = blocks if frozenset(other or ()) in tried else other
             around = seen.get(error.coarser or "")
             hides_loss = error.functions and around is not None and around.took_labels
             if other is None or hides_loss or frozenset(other) in tried:

@@ -192,6 +192,8 @@ def _block_op(block: CapturedBlock, hazards: list[Hazard]) -> BlockOp:
     if coupling:
         worst = min(coupling, key=lambda h: _COUPLING_KINDS.index(h.kind))
         properties["couples"] = CouplingAttr.of(worst.kind, worst.op, worst.where)
+    if remembered := next((h for h in hazards if h.kind == "remembered"), None):
+        properties["remembers"] = StringAttr(remembered.where)
     outside = {OUTSIDE_STACK_ATTRIBUTE: UnitAttr()} if block.outside_stack else {}
     return BlockOp.create(properties=properties, attributes=outside)
 

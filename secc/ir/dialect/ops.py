@@ -170,8 +170,9 @@ class BlockOp(LineOp):
     The component is the largest module around the block that holds no other stack of layers; `coarsen` groups
     by it. `layers` is the number of layers in the component's stack, 0 for a component without one (a
     projector, a head). `couples` says what in the block makes samples of a batch depend on each other, such
-    as batch norm in training mode. `annotate-patterns` writes `when`: which samples reach the block, by their
-    optional inputs (`secc.runtime.plan.sample_predicates`).
+    as batch norm in training mode; `remembers` where it reads a tensor that another call of it has kept, so
+    that one rank must make its calls. `annotate-patterns` writes `when`: which samples reach the block, by
+    their optional inputs (`secc.runtime.plan.sample_predicates`).
     """
 
     name = "sec.block"
@@ -179,6 +180,7 @@ class BlockOp(LineOp):
     params, trainable, layers = prop_def(IntAttr), prop_def(IntAttr), opt_prop_def(IntAttr)
     component, where = opt_prop_def(StringAttr), opt_prop_def(StringAttr)
     when, couples = opt_prop_def(ArrayAttr[StringAttr]), opt_prop_def(CouplingAttr)
+    remembers = opt_prop_def(StringAttr)
     HEADLINE: ClassVar[str | None] = "path"
     KEYWORDS: ClassVar[Keywords] = (
         ("cls", "class", TEXT_KIND),
@@ -188,6 +190,7 @@ class BlockOp(LineOp):
         ("layers", "layers", NUMBER_KIND),
         ("when", "when", TEXTS_KIND),
         ("couples", "couples", RECORD_KIND),
+        ("remembers", "remembers", TEXT_KIND),
         _AT_SOURCE_LINE,
     )
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from secc.runtime.errors import UserError
+from secc.runtime.model.function_blocks import add_function_block
 from secc.runtime.model.nested_batch import flatten_batch
 from secc.runtime.recorder import BlockError, Recorder, record_forward
 from secc.runtime.recorder.fold_joins import fold_joins
@@ -301,6 +302,40 @@ def test_a_stored_tensor_suggests_the_parts_of_all_blocks_of_the_class() -> None
     assert error.value.suggest_blocks(["layers.0", "layers.1"]) == [
         f"layers.{i}.{part}" for i in (0, 1) for part in ("other", "own")
     ]
+
+
+class KeepingScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.mean = nn.Parameter(torch.ones(())), torch.zeros(1)
+
+    def forward(self, x: torch.Tensor, back: bool = False) -> torch.Tensor:
+        if back:
+            return x * self.weight + self.mean
+        self.mean = x.mean(1, keepdim=True)
+        return (x - self.mean) * self.weight
+
+
+class ScaledThere(nn.Module):
+    """Statements with a list of layers make what a module keeps for its call behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layers = KeepingScale(), nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        x = self.scale(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.scale(x, back=True).square().sum()
+
+
+def test_what_a_block_of_statements_keeps_for_a_module_is_refused() -> None:
+    model = ScaledThere()
+    path = add_function_block(model, ":ScaledThere.forward#0-1@", __name__)
+    for _ in range(2):
+        with pytest.raises(BlockError, match=f"block {path} keeps a tensor on a module, which scale uses"):
+            Recorder(model, [path, "scale"]).record(BATCH)
 
 
 def test_packed_sequences_and_ctc_losses_have_shapes_from_input_lengths() -> None:
