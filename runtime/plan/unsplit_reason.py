@@ -127,7 +127,10 @@ SENTENCES: dict[UnsplitKind, str] = {
         " too, as a replica has ranks, or two"
     ),
     UnsplitKind.EXPERTS_BY_SEQUENCE: "with norms=sequence its experts stay whole",
-    UnsplitKind.EXPERTS_INEXACT: "no way to split its experts was shown exact",
+    UnsplitKind.EXPERTS_INEXACT: (
+        "no way to split its experts was shown exact (its code should take their number from its parameters"
+        " or from an attribute, which a rank sets to its own number, and not from a constant)"
+    ),
     UnsplitKind.EXPERTS_MIX_TOKENS: (
         "at {subject} a token's result depends on which other tokens come with it (a capacity for the batch,"
         " tokens dropped by position), and ranks have different tokens"

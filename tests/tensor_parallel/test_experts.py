@@ -15,6 +15,7 @@ from secc.frontend.tp_search.expert_cuts import find_expert_cuts
 from secc.frontend.tp_search.find_mapping import expert_shards, expert_style
 from secc.frontend.tp_search.verify_mapping import UnsplitModule
 from secc.runtime.plan.schema import ModuleStyle
+from secc.runtime.plan.unsplit_reason import UnsplitKind, UnsplitReason
 from secc.runtime.tensor_parallel.parameter_cuts import cut_of_shard
 from tests.tensor_parallel.model_layers import first_layer
 
@@ -185,3 +186,30 @@ def test_experts_that_mix_their_inner_width_stay_whole() -> None:
 def test_an_inner_width_that_ranks_cannot_share_in_whole_rows_of_kernels_stays_whole(count: int) -> None:
     torch.manual_seed(0)
     assert find_expert_cuts(Layer(mixed=False), ((torch.randn(6, WIDTH),), {}), count) == {}
+
+
+class CountedExperts(nn.Module):
+    """Experts whose code takes their number from a constant, or from an attribute."""
+
+    def __init__(self, is_constant: bool) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 8) for _ in range(2))
+        self.is_constant, self.num_experts = is_constant, EXPERTS
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(EXPERTS if self.is_constant else self.num_experts):
+            rows, places = torch.where(chosen == expert)
+            result = (x[rows] @ self.up[expert]).relu() @ self.down[expert]
+            out = out.index_add(0, rows, result * weights[rows, places, None])
+        return out
+
+
+@pytest.mark.parametrize("is_constant", [False, True])
+def test_code_that_counts_experts_by_a_constant_looks_for_those_of_other_ranks(is_constant: bool) -> None:
+    torch.manual_seed(0)
+    layer = CapacityLayer()
+    layer.add_module("experts", CountedExperts(is_constant))
+    assert set(find_expert_cuts(layer, CAPACITY_CALL, 2, 2)) == (set() if is_constant else {"experts"})
+    reason = UnsplitReason(UnsplitKind.EXPERTS_INEXACT)
+    assert "number from its parameters or from an attribute" in str(reason)
