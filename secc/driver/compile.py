@@ -49,6 +49,7 @@ from secc.driver.compile_options import CompileOptions
 from secc.driver.default_pipeline import build_pipeline, fusion_mode
 from secc.driver.pass_driver import CapturedModel, PlannedModule, Planner
 from secc.driver.python_draws import GeneratorStates, name_draws
+from secc.driver.start_state import StartState
 from secc.errors import UserError
 from secc.frontend.capture import eager_failure, to_ir
 from secc.frontend.capture.block_layouts import annotate_block_layouts
@@ -115,7 +116,7 @@ class CompiledPlan:
     module: the lowered IR. dumps: (pass name, IR text) after each pass. constants: tensors that forward makes
     from Python data, by name. model: the model with random weights, None if it is too large to build here.
     step_seconds: wall-clock seconds of each compilation step. captured_model: what other plans for the same
-    model can be made from.
+    model can be made from. start: what the model kept before forward ran.
     """
 
     plan: Plan
@@ -129,6 +130,7 @@ class CompiledPlan:
     step_seconds: dict[str, float]
     captured_model: CapturedModel
     options: CompileOptions
+    start: StartState | None = None
 
     def write_plan(
         self, directory: Path, page: Callable[[Plan], str], other_files: Mapping[str, str] | None = None
@@ -211,10 +213,11 @@ def compile_model(
     clock = _StepClock(progress)
     states = GeneratorStates()
     user, meta, ref, survey, inputs, capture = load_and_capture(path, options, clock.measure)
-    drawn_from = states.find_source()
+    drawn_from, files = states.find_source(), StartState(meta, user, with_modules=False)
     limit_threads(meta)
     with clock.measure("build the model here"):
         model = _build_model_if_small(user, meta)
+        start = None if model is None else StartState(model, user)
     with clock.measure("compare widths"):
         padding = (
             widths.PaddingPolicy(options.widths, widths.WidthsReason.CHOSEN)
@@ -272,6 +275,7 @@ def compile_model(
     small_failure = _why_small_model_fails(user, survey) if model is None else ""
     notes = _collect_notes(planned, survey, options, small_failure)
     plan = dataclasses.replace(plan, checks=plan.checks | notes | padding.as_checks(inputs))
+    files.restore()
     return CompiledPlan(
         plan=plan,
         module=planned.module,
@@ -284,6 +288,7 @@ def compile_model(
         step_seconds=clock.seconds,
         captured_model=planner.source,
         options=options,
+        start=start,
     )
 
 
@@ -346,6 +351,7 @@ def load_and_capture(
     with time_step("draw samples"):
         survey = survey_dataset(user, options.stats_samples, skip_bad=options.skip_bad_samples)
         survey, inputs = _describe_with_or_without_crops(user, survey)
+    files = StartState(meta, user, with_modules=False)
     with time_step("capture"):
         states = GeneratorStates()
         try:
@@ -364,6 +370,7 @@ def load_and_capture(
         for tie in capture.ties:  # blocks of statements have parameters under names that the model lacks
             known = next(parameters[name] for name in tie if name in parameters)
             parameters |= dict.fromkeys(tie, known)
+        files.restore()  # a capture may have left tensors without values
     # Now that the model has run, all code that it imports has been imported.
     return user, meta, make_model_ref(user, meta, parameters), survey, inputs, capture
 

@@ -187,7 +187,7 @@ def _compare_with_eager(compiled: CompiledPlan, model: nn.Module) -> CompiledPla
     compiled, compared = with_fills(compiled, padding), with_fills(compared, padding)
     for pattern in compared.survey.micro_batch_patterns():
         samples = compared.survey.compose_batches(pattern)[-1]
-        refuse_kept_state(compiled.plan, compiled.user, model, samples)
+        refuse_kept_state(compiled.plan, compiled.user, model, samples, compiled.start)
     try:
         patterns = compare_patterns(compared, model)
         for pattern in patterns:

@@ -9,18 +9,29 @@ with the same batch and weights; and what such calls change is set to other valu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from secc.driver.changed_weights import WeightChanges, watch_weights
-from secc.errors import UserError
+from secc.driver.start_state import (
+    MOST_DEPTH,
+    MOST_ENTRIES,
+    PLAIN_ATTRIBUTES,
+    StartState,
+    are_equal,
+    is_in_any,
+    is_plain_object,
+    user_classes,
+    user_files,
+)
+from secc.errors import NotEnoughMemory, UserError
 from secc.runtime.model.item_seeds import seeded_rngs
 from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.model.source_lines import current_source_line, forward_source_line
@@ -31,10 +42,8 @@ from secc.runtime.recorder.setting_tracker import watch_attributes
 from secc.runtime.training.eager_reference import LOSS_TOLERANCE, REFERENCE_SEED, PlanRandomness
 from secc.runtime.training.eager_watch import EagerWatch, memory_errors
 
-LIBRARIES = ("torch", "transformers", "diffusers", "timm", "peft", "accelerate")
 _NUMBERS = (bool, int, float)
-_MAX_ENTRIES = 64  # of a dict or a list that may be state; longer ones are tables
-_MAX_DEPTH = 3
+_SINGLE = 3  # samples that are tried as a first batch: the largest value of a batch may be in both its halves
 _FAR = 1000  # added to what may be counted, so that thresholds of some hundred steps show
 
 
@@ -70,21 +79,26 @@ class ChangedWeight:
 
 
 def refuse_kept_state(
-    plan: Plan, user: UserModel, model: nn.Module, samples: Sequence[Mapping[str, Any]]
+    plan: Plan,
+    user: UserModel,
+    model: nn.Module,
+    samples: Sequence[Mapping[str, Any]],
+    start: StartState | None = None,
 ) -> None:
-    """Raises UserError if the loss of these samples depends on earlier calls of forward. Blocks that take all
-    samples of a step at once may keep what they like."""
-    changed, found = find_kept_state(plan, user, model, samples)
+    """Raises UserError if the loss of these samples depends on earlier calls of forward, of which the first
+    finds what `start` says. Blocks that take all samples of a step at once may keep what they like."""
+    changed, found = find_kept_state(plan, user, model, samples, start)
     if changed is not None:
         raise _changed_weight_error(plan, user, changed)
     if found is None:
         return
     what = "keeps " + " and ".join(found.names) if found.names else "keeps something"
     every = [block for section in plan.sections for block in section.blocks]
-    blocks = sorted({block for owner in found.owners for block in every if _is_inside(owner, block)})
+    blocks = sorted({block for owner in found.owners for block in every if is_in_any(owner, [block])})
     remedy = (
         "let the loss of a call follow from its batch and the weights: a factor that changes with the steps"
-        " can come with each sample (dataset() knows its number), or be left to scheduler()"
+        " can come with each sample (dataset() knows its number), or be left to scheduler(); what a first"
+        " batch decides can be computed in model(), of some samples"
     )
     if blocks and len(blocks) == len(set(found.owners)):
         remedy += "; or " + " ".join(f"--whole-batch {b}" for b in blocks) + ", called once in a step"
@@ -99,7 +113,7 @@ def refuse_kept_state(
 def _changed_weight_error(plan: Plan, user: UserModel, changed: ChangedWeight) -> UserError:
     """Returns the error for a parameter that forward changes."""
     every = (block for section in plan.sections for block in section.blocks)
-    block = next((b for b in every if _is_inside(changed.path, b)), "") if changed.path else ""
+    block = next((b for b in every if is_in_any(changed.path, [b])), "") if changed.path else ""
     if block:
         where = f"in {changed.path}, by the batch or by how often it is called"
         remedy = f"change it after the step, or name --whole-batch {block}, called once in a step"
@@ -119,11 +133,16 @@ def _changed_weight_error(plan: Plan, user: UserModel, changed: ChangedWeight) -
 
 
 def find_kept_state(
-    plan: Plan, user: UserModel, model: nn.Module, samples: Sequence[Mapping[str, Any]]
+    plan: Plan,
+    user: UserModel,
+    model: nn.Module,
+    samples: Sequence[Mapping[str, Any]],
+    start: StartState | None = None,
 ) -> tuple[ChangedWeight | None, KeptState | None]:
     """Returns a parameter that forward changes as a plan would not, and what the loss of `samples` depends on
     that earlier calls have left, both outside of blocks that take all samples of a step at once; None for
-    what is not there, or if forward fails. Values are given back."""
+    what is not there, or if forward fails. Without `start`, what only a first call sets is not seen. Values
+    are given back."""
     undivided = [block for section in plan.sections if section.whole_batch for block in section.blocks]
     randomness = PlanRandomness(model, plan.draws, plan.symbols)
     lines = dict[tuple[int, str], str]()
@@ -132,11 +151,7 @@ def find_kept_state(
         lines[id(module), name] = current_source_line()
 
     initial = [(v, _copy(v.read())) for v in iter_values(model, user)]
-    kept_once = [
-        (v, content)
-        for v, content in initial
-        if v.owner is not None and any(_is_inside(v.owner, block) for block in undivided)
-    ]
+    kept_once = [(v, content) for v, content in initial if is_in_any(v.owner, undivided)]
 
     def compute_loss(some: Sequence[Mapping[str, Any]], moved: bool = False) -> tuple[float, WeightChanges]:
         _restore(kept_once)
@@ -157,35 +172,84 @@ def find_kept_state(
                 changes.note_repeated()
         return float(loss.detach().double()), changes
 
-    try:
-        half = samples[: (len(samples) + 1) // 2]
+    def find_weight(changes: WeightChanges, begin: Callable[[], None] = lambda: None) -> ChangedWeight | None:
+        if not changes.places:
+            return None
+        blocks = [b for section in plan.sections for b in section.blocks if b not in undivided]
+        for moved in (False, True):  # some are set only where they are zero
+            fewer = None
+            with suppress(Exception):
+                begin()
+                fewer = compute_loss(half, moved)[1]
+            if moved:
+                begin()
+                changes = compute_loss(samples, moved)[1]
+            if (weight := _find_changed_weight(changes, fewer, blocks, undivided)) is not None:
+                return weight
+        return None
+
+    def find_between_calls() -> tuple[ChangedWeight | None, KeptState | None]:
         with suppress(Exception):  # fewer samples may lack what forward takes for granted
             compute_loss(half)
         first = _read_values(model, user)
         loss, changes = compute_loss(samples)
-        if changes.places:
-            fewer = None
-            with suppress(Exception):
-                fewer = compute_loss(half, moved=True)[1]
-            changes = compute_loss(samples, moved=True)[1]
-            blocks = [b for section in plan.sections for b in section.blocks if b not in undivided]
-            if (weight := _find_changed_weight(changes, fewer, blocks, undivided)) is not None:
-                return weight, None
+        if (weight := find_weight(changes)) is not None:
+            return weight, None
         second = _read_values(model, user)
         for value, _ in kept_once:
             second.pop(value.name, None)
         again = compute_loss(samples)[0]
         values = [v for v in iter_values(model, user) if v.name in second]
-        changed = [v for v in values if not _are_equal(v.read(), second[v.name])]
+        changed = [v for v in values if not are_equal(v.read(), second[v.name])]
         if _differ(loss, again):
-            other = [v for v in values if not _are_equal(v.read(), first.get(v.name))]
+            other = [v for v in values if not are_equal(v.read(), first.get(v.name))]
             return None, _describe(model, changed or other, lines)
         read = [v for v in changed if _is_read(v, lambda: compute_loss(samples)[0], loss)]
         return None, _describe(model, read, lines) if read else None
+
+    def find_of_first_call(begin: Callable[[], None]) -> tuple[ChangedWeight | None, KeptState | None]:
+        begin()
+        lines.clear()
+        loss, changes = compute_loss(samples)
+        whole = _read_values(model, user)
+        if (weight := find_weight(changes, begin)) is not None:
+            return weight, None
+        for some in (half, samples[len(samples) // 2 :], *([s] for s in samples[:_SINGLE])):
+            begin()
+            with suppress(Exception):
+                compute_loss(some)
+            kept = [v for v in iter_values(model, user) if not are_equal(v.read(), whole.get(v.name))]
+            if (kept or len(some) > 1) and _differ(_loss_or_nan(lambda: compute_loss(samples)[0]), loss):
+                return None, _describe(model, kept, lines)
+        return None, None
+
+    half, found, failed = samples[: (len(samples) + 1) // 2], (None, None), False
+    try:
+        found = find_between_calls()
     except Exception:  # whatever the user's code raises; comparisons with the plan say it
+        failed = True
+    if start is None or found != (None, None) or not (failed or start.is_changed()):
+        _restore(initial)
+        return found
+    before = StartState(model, user)
+    try:
+        start.restore_parameters()
+        return find_of_first_call(partial(start.restore, undivided))
+    except Exception:
         return None, None
     finally:
+        before.restore()
         _restore(initial)
+
+
+def _loss_or_nan(compute: Callable[[], float]) -> float:
+    """Returns a loss; not-a-number if the user's code fails, as where a kept tensor has another shape."""
+    try:
+        return compute()
+    except NotEnoughMemory:
+        raise
+    except Exception:
+        return math.nan
 
 
 def _find_changed_weight(
@@ -194,9 +258,9 @@ def _find_changed_weight(
     """Returns a parameter that forward changes between modules, or in a block by more than its weights: to
     other values for `fewer` samples, or to other values if it does so twice. Blocks in `undivided` may."""
     for name, (path, line) in changes.places.items():
-        if path and any(_is_inside(path, block) for block in undivided):
+        if is_in_any(path, undivided):
             continue
-        is_inside = bool(path) and any(_is_inside(path, block) for block in blocks)
+        is_inside = is_in_any(path, blocks)
         result = changes.results[name]
         others = (changes.repeated.get(name), None if fewer is None else fewer.results.get(name))
         if not is_inside or any(o is not None and not _are_close(o, result) for o in others):
@@ -213,14 +277,9 @@ def _read_values(model: nn.Module, user: UserModel) -> dict[str, Any]:
     return {v.name: _copy(v.read()) for v in iter_values(model, user)}
 
 
-def _is_inside(path: str, block: str) -> bool:
-    """Whether the module at `path` is that of a block or one in it."""
-    return path == block or path.startswith(f"{block}.")
-
-
 def _restore(values: Sequence[tuple[KeptValue, Any]]) -> None:
     for value, content in values:
-        if not _are_equal(value.read(), content):
+        if not are_equal(value.read(), content):
             value.write(_copy(content))
 
 
@@ -235,7 +294,7 @@ def _describe(model: nn.Module, kept: Sequence[KeptValue], lines: Mapping[tuple[
         owner = model.get_submodule(value.owner)
         attribute = value.name.removeprefix("self.").removeprefix(f"{value.owner}.")
         where = lines.get((id(owner), attribute), "") or forward_source_line(type(owner))
-    return KeptState(tuple(v.name for v in kept[:3]), owners, where)
+    return KeptState(tuple(dict.fromkeys(v.name for v in kept))[:3], owners, where)
 
 
 def _is_read(value: KeptValue, compute_loss: Callable[[], float], loss: float) -> bool:
@@ -273,28 +332,23 @@ def _differ(a: float, b: float) -> bool:
 def iter_values(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
     """Yields buffers, plain attributes and tensors of modules, and plain attributes of classes and globals of
     the user's files."""
-    files, objects = {id(vars(user.module)): vars(user.module)}, set[int]()
+    objects = set[int]()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else "self."
         for name, buffer in module.named_buffers(recurse=False):
             read = partial(getattr, module, name)
             yield KeptValue(prefix + name, path, read, _buffer_writer(buffer))
-        own = {n: v for n, v in vars(module).items() if n not in vars(_PLAIN_MODULE)}
+        own = {n: v for n, v in vars(module).items() if n not in PLAIN_ATTRIBUTES}
         for name in own:
             yield from _iter_entries(prefix + name, path, vars(module), name, objects)
-        for cls in (c for c in type(module).__mro__ if not c.__module__.startswith(LIBRARIES)):
-            for code in (c for c in vars(cls).values() if isinstance(c, FunctionType)):
-                files.setdefault(id(code.__globals__), code.__globals__)
-            for name, content in vars(cls).items():
-                if isinstance(content, _NUMBERS) and not name.startswith("__"):
-                    read, write = partial(getattr, cls, name), partial(setattr, cls, name)
-                    yield KeptValue(f"{cls.__qualname__}.{name}", None, read, write)
-    for file in files.values():
+    for cls in user_classes(model):
+        for name, content in vars(cls).items():
+            if isinstance(content, (*_NUMBERS, torch.Tensor)) and not name.startswith("__"):
+                read, write = partial(getattr, cls, name, None), partial(setattr, cls, name)
+                yield KeptValue(f"{cls.__qualname__}.{name}", None, read, write)
+    for file in user_files(model, user):
         for name in [n for n in file if not n.startswith("__")]:
             yield from _iter_entries(f"the global {name}", None, file, name, objects)
-
-
-_PLAIN_MODULE = nn.Module()  # its attributes are torch's own
 
 
 def _iter_entries(
@@ -303,29 +357,23 @@ def _iter_entries(
     container: MutableMapping[Any, Any] | list[Any],
     key: Any,
     objects: set[int],
-    depth: int = _MAX_DEPTH,
+    depth: int = MOST_DEPTH,
 ) -> Iterator[KeptValue]:
     """Yields an entry of a dict or a list if it is a number or a tensor, else the numbers in it; those
     of an object (a configuration), too, unless it is in `objects`."""
     content = container[key]
     if isinstance(content, (*_NUMBERS, torch.Tensor)) and not isinstance(content, nn.Parameter):
         yield KeptValue(name, owner, partial(_read, container, key), partial(container.__setitem__, key))
-    elif isinstance(content, dict) and len(content) <= _MAX_ENTRIES and depth:
+    elif isinstance(content, dict) and len(content) <= MOST_ENTRIES and depth:
         for inner in list(content):
             yield from _iter_entries(f"{name}[{inner!r}]", owner, content, inner, objects, depth - 1)
-    elif isinstance(content, list) and len(content) <= _MAX_ENTRIES and depth:
+    elif isinstance(content, list) and len(content) <= MOST_ENTRIES and depth:
         for index in range(len(content)):
             yield from _iter_entries(f"{name}[{index}]", owner, content, index, objects, depth - 1)
-    elif _is_plain_object(content) and id(content) not in objects and depth:
+    elif is_plain_object(content) and id(content) not in objects and depth:
         objects.add(id(content))
         for inner in list(vars(content)):
             yield from _iter_entries(f"{name}.{inner}", owner, vars(content), inner, objects, depth - 1)
-
-
-def _is_plain_object(content: Any) -> bool:
-    """Whether this is an object of a class of Python code that keeps attributes."""
-    others = (type, nn.Module, ModuleType, FunctionType, torch.Tensor)
-    return isinstance(getattr(content, "__dict__", None), dict) and not isinstance(content, others)
 
 
 def _read(container: Any, key: Any) -> Any:
@@ -346,11 +394,3 @@ def _buffer_writer(buffer: torch.Tensor) -> Callable[[Any], None]:
 
 def _copy(content: Any) -> Any:
     return content.detach().clone() if isinstance(content, torch.Tensor) else content
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    """Whether two values are the same; not-a-number is itself."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        same = a.shape == b.shape and a.dtype == b.dtype
-        return same and bool(((a == b) | ((a != a) & (b != b))).all())
-    return type(a) is type(b) and bool(a == b or a != a)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from secc.driver.kept_state import LIBRARIES, KeptValue, iter_values, other_values
+from secc.driver.kept_state import KeptValue, iter_values, other_values
+from secc.driver.start_state import LIBRARIES
 from secc.errors import UserError
 from secc.runtime.model.user_file import CALLBACKS, UserModel
 

@@ -19,9 +19,10 @@ import operator
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, Self
 
@@ -32,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Operation
 
-from secc.driver.watched_numbers import watched_conversions, watched_number
+from secc.driver.watched_numbers import Origin, watched_conversions, watched_number
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.ir.analysis.dataflow import users_of
 from secc.ir.dialect.ops import CallOp, InputOp
@@ -50,6 +51,7 @@ _MOST_CODE_NUMBERS = 64  # in one container that a function names
 _MOST_KEYS = 8  # of a container in which a number is looked up
 _MOST_FOLLOWED = 4096  # numbers of a tensor
 _MOST_NOTES = 1 << 15  # of numbers that are followed
+_MOST_SEARCHED = 16  # comparisons with what code computes by remainders, quotients or bits
 _MOST_ASKED = 4096  # comparisons
 _MOST_VALUES = 256  # that one of them meets
 _ITEM = torch.Tensor.item
@@ -113,6 +115,7 @@ class ComparisonWatch(TorchDispatchMode):
         super().__init__()
         self.answers = dict[AskedNumber, set[bool]]()
         self.compared = dict[AskedNumber, set[float]]()
+        self._searched = dict[tuple[str, str, float], list[int]]()
         self.reads_numbers, self.follows_numbers, self._followed = False, follows_numbers, 0
         blocks = tuple(blocks)
         self._paths, self._blocks = module_paths_by_id(model), tuple(f"{block}." for block in blocks)
@@ -165,7 +168,7 @@ class ComparisonWatch(TorchDispatchMode):
         asked = AskedNumber(where, name, other, not tensor.is_floating_point())
         self._note(asked, (bool(result.any()), bool(result.all())), tensor.flatten()[:_MOST_VALUES].tolist())
 
-    def note_number(self, comparison: str, number: float, value: float) -> None:
+    def note_number(self, comparison: str, number: float, value: float, origin: Origin) -> None:
         """Notes that code compares a number of a tensor, or what it computed from one, with another."""
         self._followed += 1
         frame = current_user_frame() if self._followed < _MOST_NOTES else None
@@ -173,8 +176,14 @@ class ComparisonWatch(TorchDispatchMode):
             where = format_source_line(frame.f_code, frame.f_lineno)
             answer = bool(getattr(operator, comparison)(value, number))
             self._note(AskedNumber(where, comparison, number, isinstance(value, int)), [answer], [value])
+            compare, wanted = (
+                getattr(operator, comparison),
+                {"eq": True, "ne": False}.get(comparison, not answer),
+            )
+            asked = (where, comparison, number)
+            self._note_numbers_read(asked, origin, lambda result: compare(result, number) is wanted)
 
-    def note_key(self, value: float) -> None:
+    def note_key(self, value: float, origin: Origin) -> None:
         """Notes the numbers of containers in which code may look for a number of a tensor."""
         self._followed += 1
         frame = current_user_frame() if self._followed < _MOST_NOTES else None
@@ -184,6 +193,19 @@ class ComparisonWatch(TorchDispatchMode):
                 self._note(
                     AskedNumber(where, "eq", number, isinstance(value, int)), [value == number], [value]
                 )
+                self._note_numbers_read((where, "eq", number), origin, partial(operator.eq, number))
+
+    def _note_numbers_read(
+        self, asked: tuple[str, str, float], origin: Origin, is_met: Callable[[Any], bool]
+    ) -> None:
+        """Notes numbers for which a comparison with a number that code computes by remainders, quotients or
+        bits has the rarer answer, as if it compared the number that it reads with them."""
+        if not origin.jumps or not isinstance(origin.number, int):
+            return
+        if asked not in self._searched and len(self._searched) < _MOST_SEARCHED:
+            self._searched[asked] = origin.nearest(is_met)
+        for number in self._searched.get(asked, ()):
+            self._note(AskedNumber(asked[0], "eq", number, True), [number == origin.number], [origin.number])
 
     def note_read(self, tensor: torch.Tensor, values: Sequence[float]) -> None:
         """Notes numbers of a tensor that Python reads."""

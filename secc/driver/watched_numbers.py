@@ -9,31 +9,65 @@ in the files of that code while it is watched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+_CachedFunction = type(functools.lru_cache(lambda: None))
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ARITHMETIC = ("add", "sub", "mul", "floordiv", "truediv", "mod", "and", "or", "xor", "lshift", "rshift")
+_JUMPING = ("mod", "floordiv", "and", "or__", "shift", "invert", "round", "floor", "ceil", "trunc")
+_FARTHEST = 4096  # from a number that code has read to one that is tried
 _UNARY = ("neg", "pos", "abs", "invert", "round", "floor", "ceil", "trunc")
 
 
 class Listener(Protocol):
     """What watched numbers tell of."""
 
-    def note_number(self, comparison: str, number: float, value: float) -> None:
+    def note_number(self, comparison: str, number: float, value: float, origin: Origin) -> None:
         """Code compares `value`, which comes from a tensor, with a number."""
 
-    def note_key(self, value: float) -> None:
+    def note_key(self, value: float, origin: Origin) -> None:
         """Code looks for `value` in a set or a dict, or makes a text of it."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A number of a tensor, and the steps by which code computes another from it. jumps: whether one of them
+    is a remainder, a quotient or on bits, so that nothing but a search finds numbers with a given result."""
+
+    number: float
+    steps: tuple[Callable[[Any], Any], ...] = ()
+    jumps: bool = False
+
+    def then(self, step: Callable[[Any], Any], jumps: bool) -> Origin:
+        """Returns the origin of what a step makes of a number with this one."""
+        return Origin(self.number, (*self.steps, step), self.jumps or jumps)
+
+    def nearest(self, is_met: Callable[[Any], bool]) -> list[int]:
+        """Returns the nearest whole numbers, from this one up and down, whose results meet a condition."""
+        ways = (range(_FARTHEST), range(0, -_FARTHEST, -1))
+        start = int(self.number)
+        found = (next((start + d for d in way if self._meets(start + d, is_met)), None) for way in ways)
+        return list(dict.fromkeys(number for number in found if number is not None))
+
+    def _meets(self, number: int, is_met: Callable[[Any], bool]) -> bool:
+        try:
+            return is_met(functools.reduce(lambda value, step: step(value), self.steps, number))
+        except (ArithmeticError, ValueError, TypeError):  # a shift by a negative number
+            return False
 
 
 class _Watched:
     """What watched integers and floats have in common."""
 
     listener: Listener
+    origin: Origin
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         base = int if isinstance(self, int) else float
@@ -51,14 +85,15 @@ class WatchedFloat(_Watched, float):
     """A number from a tensor."""
 
 
-def watched_number(value: Any, listener: Listener) -> Any:
-    """Returns an integer or a float as one that is watched, and lists of them; anything else as it is."""
+def watched_number(value: Any, listener: Listener, origin: Origin | None = None) -> Any:
+    """Returns an integer or a float as one that is watched, and lists of them; anything else as it is. It
+    comes from a tensor itself if no origin is given."""
     if isinstance(value, list):
         return [watched_number(inner, listener) for inner in value]
     if type(value) not in (int, float):
         return value
     made = WatchedInt(value) if type(value) is int else WatchedFloat(value)
-    made.listener = listener
+    made.listener, made.origin = listener, origin or Origin(value)
     return made
 
 
@@ -74,7 +109,7 @@ def _comparing(base: type, name: str) -> Callable[..., Any]:
 
     def compare(self: Any, other: Any) -> Any:
         if isinstance(other, (int, float)) and not isinstance(other, (bool, _Watched)):
-            self.listener.note_number(name, other, _plain(self))
+            self.listener.note_number(name, other, _plain(self), self.origin)
         return plain(self, other)
 
     return compare
@@ -82,12 +117,16 @@ def _comparing(base: type, name: str) -> Callable[..., Any]:
 
 def _computing(base: type, method: str) -> Callable[..., Any]:
     plain = getattr(base, method)
+    jumps = any(name in method for name in _JUMPING)
 
     def compute(self: Any, *others: Any) -> Any:
         others = tuple(map(_plain, others))
-        if base is int and any(isinstance(o, float) for o in others) and hasattr(float, method):
-            return watched_number(getattr(float, method)(float(_plain(self)), *others), self.listener)
-        return watched_number(plain(self, *others), self.listener)
+        is_mixed = base is int and any(isinstance(o, float) for o in others) and hasattr(float, method)
+
+        def step(number: Any) -> Any:
+            return getattr(float, method)(float(number), *others) if is_mixed else plain(number, *others)
+
+        return watched_number(step(_plain(self)), self.listener, self.origin.then(step, jumps))
 
     return compute
 
@@ -96,7 +135,7 @@ def _keying(base: type, method: str) -> Callable[..., Any]:
     plain = getattr(base, method)
 
     def look_up(self: Any, *arguments: Any) -> Any:
-        self.listener.note_key(_plain(self))
+        self.listener.note_key(_plain(self), self.origin)
         return plain(self, *arguments)
 
     return look_up
@@ -137,7 +176,10 @@ class _StandIn(type):
             arguments = (arguments[0].item(),)
         made = cls.stands_for(*map(_plain, arguments), **options)
         watched = [a for a in arguments if isinstance(a, _Watched)]
-        return watched_number(made, watched[0].listener) if watched else made
+        if not watched:
+            return made
+        jumps = cls.stands_for is int and isinstance(watched[0], float)
+        return watched_number(made, watched[0].listener, watched[0].origin.then(cls.stands_for, jumps))
 
 
 class _Int(metaclass=_StandIn):
@@ -150,8 +192,17 @@ class _Float(metaclass=_StandIn):
 
 @contextmanager
 def watched_conversions(files: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Lets `int(...)` and `float(...)` keep numbers watched in files, which are given by their globals."""
+    """Lets `int(...)` and `float(...)` keep numbers watched in files, which are given by their globals, and
+    lets their functions with a cache (`functools.lru_cache`) compute what they may have computed before."""
+    files = list(files)
+    classes = (
+        c for f in files for c in f.values() if isinstance(c, type) and c.__module__ == f.get("__name__")
+    )
+    cached = [(partial(setattr, c), n, f) for c in dict.fromkeys(classes) for n, f in _cached(vars(c))]
+    cached += [(file.__setitem__, n, f) for file in files for n, f in _cached(file)]
     changed = [(f, name) for f in files for name in ("int", "float") if name not in f]
+    for replace, name, function in cached:
+        replace(name, function.__wrapped__)
     for file, name in changed:
         file[name] = _Int if name == "int" else _Float
     try:
@@ -159,3 +210,10 @@ def watched_conversions(files: Iterable[dict[str, Any]]) -> Iterator[None]:
     finally:
         for file, name in changed:
             del file[name]
+        for replace, name, function in cached:
+            replace(name, function)
+
+
+def _cached(names: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the functions that `functools.lru_cache` or `functools.cache` has made, with their names."""
+    return [(n, f) for n, f in names.items() if isinstance(f, _CachedFunction)]

@@ -3,6 +3,7 @@ kept and never read does not matter."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.driver.kept_state import find_kept_state
+from secc.driver.start_state import StartState
 from secc.errors import UserError
 
 MODEL = """
@@ -23,9 +25,12 @@ STATE = {{"step": 0}}
 
 
 class Warm(nn.Module):
+    least = None
+
     def __init__(self):
         super().__init__()
         self.linear, self.calls, self.last = nn.Linear(8, 8), 0, None
+        self.seen, self.named = [], {{}}
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x):
@@ -78,6 +83,73 @@ def test_what_a_block_keeps_is_refused_by_name(name: str, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=f"forward keeps {name} from one call to the next") as refused:
         check_exactness(make_plan(tmp_path, inside=INSIDE[name]), required=True)
     assert refused.value.where.startswith("net.py:") and "--whole-batch warm" in refused.value.remedy
+
+
+FIRST = {
+    "warm.last": "self.last = x.detach().mean((0, 1)) if self.last is None else self.last; x = x - self.last",
+    "warm.top": "self.top = getattr(self, 'top', 0) or float(x.detach().max()); x = x / self.top",
+    "warm.seen[0]": "self.seen += [] if self.seen else [x.detach().mean((0, 1))]; x = x - self.seen[0]",
+    "warm.named['mean']": "x = x - self.named.setdefault('mean', x.detach().mean())",
+    "the global STATE['mean']": "x = x - STATE.setdefault('mean', x.detach().mean())",
+    "Warm.least": "Warm.least = x.detach().min() if Warm.least is None else Warm.least; x = x - Warm.least",
+}
+
+
+@pytest.mark.parametrize("name", sorted(FIRST))
+def test_what_a_block_keeps_of_its_first_batch_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"forward keeps {re.escape(name)} from one call") as refused:
+        check_exactness(make_plan(tmp_path, inside=FIRST[name]), required=True)
+    assert "a first batch" in refused.value.remedy
+
+
+def test_a_weight_that_the_first_batch_sets_is_refused(tmp_path: Path) -> None:
+    line = "_ = self.shift.any() or self.shift.data.copy_(x.detach().mean((0, 1))); x = x - self.shift"
+    text = MODEL.format(inside=line, outside="pass").replace(
+        "        self.register_buffer",
+        "        self.shift = nn.Parameter(torch.zeros(8))\n        self.register_buffer",
+    )
+    (tmp_path / "net.py").write_text(text)
+    with pytest.raises(UserError, match=r"changes the parameter warm\.shift in warm"):
+        check_exactness(
+            compile_model(tmp_path / "net.py", CompileOptions(cluster="local:2", global_batch=8)),
+            required=True,
+        )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "self.last = torch.arange(20.0) if self.last is None else self.last; x = x + self.last[0]",
+        "self.last = self.last if self.last is not None and len(self.last) >= x.shape[1] else"
+        " torch.arange(1.0 * x.shape[1]); x = x + self.last[: x.shape[1], None]",
+        "x = x + self.named.setdefault(x.shape[1], torch.arange(1.0 * x.shape[1]))[:, None]",
+        "self.calls = self.calls or bool(self.linear.register_forward_hook(lambda m, a, out: 2 * out))",
+        "self.top = getattr(self, 'top', 0) or float(self.linear.weight.norm()); x = x / self.top",
+    ],
+)
+def test_a_table_that_the_first_call_makes_is_accepted(line: str, tmp_path: Path) -> None:
+    check_exactness(make_plan(tmp_path, inside=line), required=True)
+
+
+def test_a_start_is_given_back(tmp_path: Path) -> None:
+    made = make_plan(tmp_path)
+    assert made.model is not None
+    warm, cls = made.model.get_submodule("warm"), type(made.model.get_submodule("warm"))
+    start = StartState(made.model, made.user)
+    assert not start.is_changed()
+    warm.seen.append(1)  # type: ignore[operator, union-attr]
+    warm.extra, cls.least, warm.named = torch.ones(2), 5, {"a": 1}  # type: ignore[attr-defined]
+    warm.count += 1  # type: ignore[operator]
+    made.user.module.STATE["step"] = 7
+    with torch.no_grad():
+        warm.linear.weight.add_(1)  # type: ignore[union-attr, operator]
+    assert start.is_changed()
+    start.restore()
+    assert (warm.seen, cls.least, warm.named, float(torch.as_tensor(warm.count))) == ([], None, {}, 0)  # type: ignore[attr-defined]
+    assert not hasattr(warm, "extra") and made.user.module.STATE == {"step": 0}
+    assert start.is_changed()
+    start.restore_parameters()
+    assert not start.is_changed()
 
 
 def test_a_global_that_counts_calls_is_refused(tmp_path: Path) -> None:

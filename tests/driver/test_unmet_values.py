@@ -70,6 +70,7 @@ def test_a_task_that_code_finds_in_another_way_is_compared(tmp_path: Path, condi
 RARE_IDS = """
 import bisect
 import enum
+import functools
 
 BASE, IDS = 1000, frozenset(range(1207, 1500))
 NAMES = {i: "rare" if i >= 1207 else "" for i in range(1000, 1400)}
@@ -88,6 +89,20 @@ def is_rare(task):
             return False
 
 
+@functools.lru_cache
+def is_cached_rare(number):
+    return number == BASE + 207
+
+
+class Kinds:
+    @functools.cache
+    def is_rare(self, number):
+        return number - BASE == 207
+
+
+KINDS = Kinds()
+
+
 class Centered("""
 
 
@@ -104,6 +119,10 @@ class Centered("""
         "any(int(t) // 100 == 12 for t in conditions[0])",
         "any(is_rare(t) for t in conditions[0])",
         "any(HANDLERS[f'task_{int(t)}'] >= BASE + 207 for t in conditions[0])",
+        "any((int(t) >> 3) & 31 == int(BASE / 500) + 28 for t in conditions[0])",
+        "any((int(t) * 7 + 5) % 64 + 1145 in IDS for t in conditions[0])",
+        "any(is_cached_rare(int(t)) for t in conditions[0])",
+        "any([KINDS.is_rare(t) for t in conditions[0].tolist()])",
         "int(conditions[0].max()) > BASE + 206",
         "(conditions[0][:, None] == torch.tensor([BASE + 207, BASE + 208])).any()",
     ],
@@ -114,7 +133,7 @@ def test_a_task_with_a_large_number_is_compared_whatever_it_is_computed_from(
     text = MODEL.read_text().replace(RARE, condition).replace("else i % 5", "else 1000 + i % 5")
     text = text.replace("\nclass Centered(", RARE_IDS).replace("RARE_TASK if", "1207 if")
     (tmp_path / "model.py").write_text(text)
-    with pytest.raises(InexactPlan, match=r"where 'task' is 1[2-9]\d\d, which .*no compared sample has"):
+    with pytest.raises(InexactPlan, match=r"where 'task' is (9|1[0-9])\d\d, which .*no compared sample has"):
         check(tmp_path / "model.py")
 
 
