@@ -722,7 +722,9 @@ class Recorder:
                 reason = "it adds to a list or dict of its caller's, which reads what was added"
                 self._wish_opened(path, reason, current_source_line())
             for hazard in result.hazards:
-                if hazard.kind == "remembered":  # stages could not put its calls on different ranks
+                # Stages could not put its calls on different ranks. What a single call reads it has kept at
+                # another size, or of an earlier batch.
+                if hazard.kind == "remembered" and self._called[path] > 1:
                     reason = "it keeps a tensor on itself in one call and uses it in another"
                     self._wish_opened(path, reason, hazard.where)
                 if hazard.kind == "placed_rows" and self.shows_placed_rows:
