@@ -104,7 +104,7 @@ class StatementBlock(FunctionBlock):
 
     def forward(self, given: dict[str, Any]) -> Any:
         """Run the statements with variables by name; return those that later statements read, by name."""
-        owner = self.owner
+        owner = self.owning_module
         view = object.__new__(type(owner))
         view.__dict__ |= vars(owner)
         for kind in _STATE_KINDS:
@@ -117,18 +117,20 @@ class StatementBlock(FunctionBlock):
 
     def call_directly(self, args: Any, kwargs: Any) -> Any:
         """Run the statements where they stand."""
-        return self.function(self.owner, *args, **kwargs)
+        return self.function(self.owning_module, *args, **kwargs)
 
     @property
-    def owner(self) -> nn.Module:
-        """The module whose forward has the statements."""
+    def owning_module(self) -> nn.Module:
+        """The module that these statements are taken from."""
         return self._owner[0]
 
     def forward_with_calls(self, outlined: Collection[OutlinedStatements]) -> CodeType:
         """Return code of the owner's forward with calls in place of these ranges and no others."""
         spans = tuple(part.span for part in outlined)
         if spans not in self._forwards:
-            self._forwards[spans] = compile_forward_with_calls(self.intercepted[0], self.owner, outlined)
+            self._forwards[spans] = compile_forward_with_calls(
+                self.intercepted[0], self.owning_module, outlined
+            )
         return self._forwards[spans]
 
     def _forget_missing_names(self, _: nn.Module, keys: Any) -> None:
@@ -231,7 +233,7 @@ def _intercepting_code(function: FunctionType, blocks: list[FunctionBlock], hand
 
     def make_handler(alike: list[StatementBlock]) -> Callable[[Any, dict[str, Any]], Any]:
         def run_statements(owner: Any, given: dict[str, Any]) -> Any:
-            block = next((b for b in alike if b.owner is owner), None)
+            block = next((b for b in alike if b.owning_module is owner), None)
             return alike[0].function(owner, given) if block is None else handle(block, (given,), {})
 
         return run_statements

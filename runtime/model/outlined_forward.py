@@ -62,7 +62,7 @@ class StatementRange:
     def __str__(self) -> str:
         return f"{self.function}#{self.first}-{self.last}@{self.path}"
 
-    def overlaps(self, other: StatementRange) -> bool:
+    def shares_statements(self, other: StatementRange) -> bool:
         """Whether both have a statement of one function, other than as the same range of two modules."""
         is_other_call = self.path != other.path and (self.first, self.last) == (other.first, other.last)
         apart = self.last < other.first or other.last < self.first
@@ -280,8 +280,8 @@ def _write_function_and_call(
     returns: bool,
     line: int,
 ) -> tuple[ast.FunctionDef, list[ast.stmt]]:
-    """Return the frame of the function of a range, whose last statement returns the variables `found`, and
-    the statements that call it."""
+    """Return a function for the statements of a range, still without them: its last statement returns the
+    variables `found`. Return also the statements that call it."""
     name, self_name = source.definition.name, source.self_name
     inner = _parse(
         [

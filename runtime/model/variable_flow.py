@@ -9,7 +9,7 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def names_read_first(statements: Iterable[ast.stmt]) -> set[str]:
-    """Return the variables whose values from before the statements may be read in them."""
+    """Return the variables that the statements may read before they set them."""
     return _Flow().run(statements)[0]
 
 

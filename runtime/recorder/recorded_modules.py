@@ -31,8 +31,8 @@ class RecordedModules:
         return path or None
 
     def parts_with_weights(self, path: str) -> list[str]:
-        """Paths of the modules with parameters directly inside a block; lists of modules are opened. None of
-        a block of statements, whose modules are those of its forward."""
+        """Paths of the modules with parameters directly inside a block; lists of modules are opened. A
+        block of statements has none: it calls modules of the forward that it was taken from."""
         parts: list[str] = []
         for name, child in self._modules[path].named_children():
             inner = f"{path}.{name}"

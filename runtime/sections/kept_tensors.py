@@ -16,7 +16,7 @@ from torch import nn
 Attributes = list[dict[str, Any]]  # for each module, those that are tensors or None
 
 
-class KeptTensors:
+class KeptAttributes:
     """The attributes of the modules in `unit` that may hold such tensors: all but those that hold something
     else when this object is made."""
 
@@ -28,7 +28,7 @@ class KeptTensors:
             if not type(m).__module__.startswith("torch.nn")
         ]
 
-    def bind(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def bind_first_values(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return `call` so that its first run is as it is, and each later one finds the attributes as they
         are now, and leaves them as they were before it."""
         found, has_run = self._read(), False

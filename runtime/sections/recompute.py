@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from secc.runtime.context_parallel.row_marks import mark_of, set_mark
 from secc.runtime.context_parallel.row_mode import bind_active_mode
 from secc.runtime.errors import UserError
-from secc.runtime.sections.kept_tensors import KeptTensors
+from secc.runtime.sections.kept_tensors import KeptAttributes
 from secc.runtime.sections.module_settings import bind_active_settings
 from secc.runtime.sections.selective_layers import alternate_slice, select_alternate_blocks
 from secc.runtime.tensor_parallel.expert_lists import is_expert_list
@@ -130,14 +130,14 @@ def _checkpoint_forward(
     unit: nn.Module, forward: Callable[..., Any], splits_backward: bool
 ) -> Callable[..., Any]:
     """Wrap `forward` so that its activations are dropped until the backward, then computed again."""
-    kept = KeptTensors(unit)
+    kept = KeptAttributes(unit)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         call = functools.partial(forward, **without_cache(unit, kwargs))
-        call = bind_active_mode(bind_active_settings(kept.bind(call)))
+        call = bind_active_mode(bind_active_settings(kept.bind_first_values(call)))
         if splits_backward:
             return _UnitRun(call, args).run_forward()
         return checkpoint(call, *args, use_reentrant=False)

@@ -47,13 +47,13 @@ class AdditiveParts:
     rest_terms: tuple[str, ...]
 
     @property
-    def additive(self) -> str:
-        """The additive part."""
+    def additive_text(self) -> str:
+        """The additive part, as an expression."""
         return _join_terms(self.additive_terms)
 
     @property
-    def rest(self) -> str:
-        """The rest."""
+    def rest_text(self) -> str:
+        """The rest, as an expression."""
         return _join_terms(self.rest_terms)
 
 

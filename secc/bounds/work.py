@@ -387,8 +387,8 @@ class BatchWork:
         positions, sizes = self.active_samples[section.name], self._costs.sample_sizes
         found: list[PassParts] = []
         for b in split_additive(text, self.plan.symbols):
-            rest = {p: evaluate_expr(b.rest, sizes(p)) for p in positions}
-            added = {p: evaluate_expr(b.additive, sizes(p)) + min(0, rest[p]) for p in positions}
+            rest = {p: evaluate_expr(b.rest_text, sizes(p)) for p in positions}
+            added = {p: evaluate_expr(b.additive_text, sizes(p)) + min(0, rest[p]) for p in positions}
             found.append(PassParts(added, max(0, min(rest.values(), default=0))))
         together = -(-len(positions) // section.micro_batch)
         return max(found, key=lambda parts: sum(parts.added.values()) + together * parts.once)
@@ -403,7 +403,7 @@ class BatchWork:
         with the largest sum."""
         sizes = self._costs.sample_sizes
         branches = [
-            {p: evaluate_expr(b.additive, sizes(p)) for p in positions}
+            {p: evaluate_expr(b.additive_text, sizes(p)) for p in positions}
             for b in split_additive(text, self.plan.symbols)
         ]
         return max(branches, key=lambda found: sum(found.values()))
@@ -422,8 +422,8 @@ class BatchWork:
         sizes = self._costs.sample_sizes
         branches: list[dict[int, int]] = []
         for b in split_additive(text, self.plan.symbols):
-            added = {p: evaluate_expr(b.additive, sizes(p)) for p in positions}
-            rest = {p: evaluate_expr(b.rest, sizes(p)) for p in positions}
+            added = {p: evaluate_expr(b.additive_text, sizes(p)) for p in positions}
+            rest = {p: evaluate_expr(b.rest_text, sizes(p)) for p in positions}
             less = {p: min(0, ns) for p, ns in rest.items()}  # what is taken off counts whole
             branches.append({p: added[p] + less[p] + max(0, rest[p]) // together for p in positions})
             if kept is not None:

@@ -275,7 +275,7 @@ def compile_model(
     small_failure = _why_small_model_fails(user, survey) if model is None else ""
     notes = _collect_notes(planned, survey, options, small_failure)
     plan = dataclasses.replace(plan, checks=plan.checks | notes | padding.as_checks(inputs))
-    files.restore()
+    files.restore_values()
     return CompiledPlan(
         plan=plan,
         module=planned.module,
@@ -370,7 +370,7 @@ def load_and_capture(
         for tie in capture.ties:  # blocks of statements have parameters under names that the model lacks
             known = next(parameters[name] for name in tie if name in parameters)
             parameters |= dict.fromkeys(tie, known)
-        files.restore()  # a capture may have left tensors without values
+        files.restore_values()  # a capture may have left tensors without values
     # Now that the model has run, all code that it imports has been imported.
     return user, meta, make_model_ref(user, meta, parameters), survey, inputs, capture
 

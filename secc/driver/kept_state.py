@@ -85,8 +85,8 @@ def refuse_kept_state(
     samples: Sequence[Mapping[str, Any]],
     start: StartState | None = None,
 ) -> None:
-    """Raises UserError if the loss of these samples depends on earlier calls of forward, of which the first
-    finds what `start` says. Blocks that take all samples of a step at once may keep what they like."""
+    """Raises UserError if the loss of these samples depends on earlier calls of forward. `start` has the
+    values that the first call finds. Blocks that take all samples of a step at once may keep any."""
     changed, found = find_kept_state(plan, user, model, samples, start)
     if changed is not None:
         raise _changed_weight_error(plan, user, changed)
@@ -234,11 +234,11 @@ def find_kept_state(
     before = StartState(model, user)
     try:
         start.restore_parameters()
-        return find_of_first_call(partial(start.restore, undivided))
+        return find_of_first_call(partial(start.restore_values, undivided))
     except Exception:
         return None, None
     finally:
-        before.restore()
+        before.restore_values()
         _restore(initial)
 
 

@@ -21,7 +21,9 @@ from secc.errors import UserError
 from secc.runtime.model.user_file import CALLBACKS, UserModel
 
 _FUNCTIONS = (*CALLBACKS, "optimizer", "scheduler")
-_Place = tuple[str, str]  # an attribute, with that of which it is one ("" for any), or a global
+_Place = tuple[
+    str, str
+]  # (attribute of an object that is itself an attribute, or "" for other objects and globals; name)
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 _MUTATORS = {"update", "append", "extend", "insert", "pop", "clear", "setdefault"}
 _MOST_VALUES = 8
@@ -121,7 +123,7 @@ def _set_places(function: ast.AST) -> Iterator[tuple[_Place, int]]:
 
 
 def _place(node: ast.AST) -> list[_Place]:
-    """Returns the name of an attribute, a variable, or a container of which an entry is meant."""
+    """Returns the attribute or variable that a target names; for an entry (`a.b[0]`), its container (`b`)."""
     while isinstance(node, ast.Subscript):
         node = node.value
     if isinstance(node, ast.Attribute):

@@ -50,7 +50,7 @@ class StartState:
         )
 
     @torch.no_grad()
-    def restore(self, left_out: Collection[str] = ()) -> None:
+    def restore_values(self, left_out: Collection[str] = ()) -> None:
         """Gives everything what it held, except for parameters and modules in the blocks `left_out`."""
         for owner, container, start in self._entries:
             if not is_in_any(owner, left_out) and not _have_equal_entries(_read(container), start):

@@ -203,7 +203,7 @@ class ComparisonWatch(TorchDispatchMode):
         if not origin.jumps or not isinstance(origin.number, int):
             return
         if asked not in self._searched and len(self._searched) < _MOST_SEARCHED:
-            self._searched[asked] = origin.nearest(is_met)
+            self._searched[asked] = origin.find_nearest_numbers(is_met)
         for number in self._searched.get(asked, ()):
             self._note(AskedNumber(asked[0], "eq", number, True), [number == origin.number], [origin.number])
 
@@ -219,9 +219,9 @@ class ComparisonWatch(TorchDispatchMode):
             asked = AskedNumber(where, "eq", number, not tensor.is_floating_point(), is_guess=True)
             self._note(asked, (number in values, all(v == number for v in values)), values)
 
-    def watched(self, tensor: torch.Tensor, value: Any) -> Any:
-        """Returns numbers that Python reads of a tensor in a block as such that tell what they are compared
-        with."""
+    def watch_numbers(self, tensor: torch.Tensor, value: Any) -> Any:
+        """Returns numbers that a block reads of a tensor as watched ones, which note what they are compared
+        with, if numbers are followed; else as they are."""
         if tensor.requires_grad or tensor.is_complex() or tensor.dtype is torch.bool or self._frame() is None:
             return value
         self.reads_numbers |= not tensor.is_floating_point()
@@ -253,7 +253,7 @@ class _ReadingWatch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
             self._watch.note_read(args[0], args[0].flatten().numpy(force=True).tolist())
-        return self._watch.watched(args[0], result) if func in (_ITEM, torch.Tensor.tolist) else result
+        return self._watch.watch_numbers(args[0], result) if func in (_ITEM, torch.Tensor.tolist) else result
 
 
 def _numbers_of_code(frame: FrameType, most: int, with_texts: bool = False) -> set[float]:

@@ -45,12 +45,13 @@ class Origin:
     steps: tuple[Callable[[Any], Any], ...] = ()
     jumps: bool = False
 
-    def then(self, step: Callable[[Any], Any], jumps: bool) -> Origin:
-        """Returns the origin of what a step makes of a number with this one."""
+    def with_step(self, step: Callable[[Any], Any], jumps: bool) -> Origin:
+        """Returns the origin of the result of a further step."""
         return Origin(self.number, (*self.steps, step), self.jumps or jumps)
 
-    def nearest(self, is_met: Callable[[Any], bool]) -> list[int]:
-        """Returns the nearest whole numbers, from this one up and down, whose results meet a condition."""
+    def find_nearest_numbers(self, is_met: Callable[[Any], bool]) -> list[int]:
+        """Returns the next whole number above and below this one for which the steps give a result that meets
+        a condition, if there is one within `_FARTHEST`."""
         ways = (range(_FARTHEST), range(0, -_FARTHEST, -1))
         start = int(self.number)
         found = (next((start + d for d in way if self._meets(start + d, is_met)), None) for way in ways)
@@ -107,28 +108,28 @@ def _plain(value: Any) -> Any:
 def _comparing(base: type, name: str) -> Callable[..., Any]:
     plain = getattr(base, f"__{name}__")
 
-    def compare(self: Any, other: Any) -> Any:
+    def note_and_compare(self: Any, other: Any) -> Any:
         if isinstance(other, (int, float)) and not isinstance(other, (bool, _Watched)):
             self.listener.note_number(name, other, _plain(self), self.origin)
         return plain(self, other)
 
-    return compare
+    return note_and_compare
 
 
 def _computing(base: type, method: str) -> Callable[..., Any]:
     plain = getattr(base, method)
     jumps = any(name in method for name in _JUMPING)
 
-    def compute(self: Any, *others: Any) -> Any:
+    def compute_watched(self: Any, *others: Any) -> Any:
         others = tuple(map(_plain, others))
         is_mixed = base is int and any(isinstance(o, float) for o in others) and hasattr(float, method)
 
         def step(number: Any) -> Any:
             return getattr(float, method)(float(number), *others) if is_mixed else plain(number, *others)
 
-        return watched_number(step(_plain(self)), self.listener, self.origin.then(step, jumps))
+        return watched_number(step(_plain(self)), self.listener, self.origin.with_step(step, jumps))
 
-    return compute
+    return compute_watched
 
 
 def _keying(base: type, method: str) -> Callable[..., Any]:
@@ -152,7 +153,7 @@ for _base, _class in ((int, WatchedInt), (float, WatchedFloat)):
 
 
 class _StandIn(type):
-    """The class of a stand-in for `int` or `float`, whose checks of types are those of the class itself."""
+    """The metaclass of stand-ins for `int` and `float`: type checks against one take the real class."""
 
     stands_for: type
 
@@ -179,7 +180,7 @@ class _StandIn(type):
         if not watched:
             return made
         jumps = cls.stands_for is int and isinstance(watched[0], float)
-        return watched_number(made, watched[0].listener, watched[0].origin.then(cls.stands_for, jumps))
+        return watched_number(made, watched[0].listener, watched[0].origin.with_step(cls.stands_for, jumps))
 
 
 class _Int(metaclass=_StandIn):

@@ -228,7 +228,8 @@ def test_a_micro_batch_takes_at_least_the_sum_of_its_samples_weights(text, sampl
     }
     for branch in split_additive(text, SYMBOLS):
         weights = sum(
-            evaluate_expr(branch.additive, s) + Fraction(evaluate_expr(branch.rest, s), len(samples))
+            evaluate_expr(branch.additive_text, s)
+            + Fraction(evaluate_expr(branch.rest_text, s), len(samples))
             for s in sizes
         )
         assert weights <= evaluate_expr(text, together)
@@ -236,12 +237,12 @@ def test_a_micro_batch_takes_at_least_the_sum_of_its_samples_weights(text, sampl
 
 @pytest.mark.parametrize("text", IN_PARTS + IN_PIECES)
 def test_additive_parts_are_found_in_products_and_differences(text):
-    assert any("I" in branch.additive for branch in split_additive(text, SYMBOLS))
+    assert any("I" in branch.additive_text for branch in split_additive(text, SYMBOLS))
 
 
 @pytest.mark.parametrize("text", OTHER_PIECES)
 def test_whole_pieces_of_what_is_there_without_them_are_no_additive_part(text):
-    assert all(branch.additive == "0" for branch in split_additive(text, SYMBOLS))
+    assert all(branch.additive_text == "0" for branch in split_additive(text, SYMBOLS))
 
 
 def test_work_spread_over_replicas_bounds_a_step():

@@ -144,7 +144,7 @@ def test_a_start_is_given_back(tmp_path: Path) -> None:
     with torch.no_grad():
         warm.linear.weight.add_(1)  # type: ignore[union-attr, operator]
     assert start.is_changed()
-    start.restore()
+    start.restore_values()
     assert (warm.seen, cls.least, warm.named, float(torch.as_tensor(warm.count))) == ([], None, {}, 0)  # type: ignore[attr-defined]
     assert not hasattr(warm, "extra") and made.user.module.STATE == {"step": 0}
     assert start.is_changed()

@@ -55,7 +55,7 @@ def dataset():
 """
 
 
-def check(folder: Path, code: str) -> None:
+def check_model(folder: Path, code: str) -> None:
     path = folder / "cooled.py"
     path.write_text(MODEL + code)
     check_exactness(compile_model(path, CompileOptions(cluster="local:2", global_batch=8)), required=True)
@@ -77,7 +77,7 @@ def test_what_on_step_sets_for_statements_between_modules_is_refused(
     line: str, name: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=rf"on_step\(\) sets {name}, which forward reads between") as refused:
-        check(tmp_path, f"\ndef on_step(result):\n    {line}\n")
+        check_model(tmp_path, f"\ndef on_step(result):\n    {line}\n")
     assert "cooled.py:" in refused.value.where and "buffer" in refused.value.remedy
 
 
@@ -96,7 +96,7 @@ def optimizer(params):
     return made
 """
     with pytest.raises(UserError, match=r"optimizer\(\) sets self.heat"):
-        check(tmp_path, code)
+        check_model(tmp_path, code)
 
 
 @pytest.mark.parametrize(
@@ -104,4 +104,4 @@ def optimizer(params):
     ["NET[0].first.heat = 2.0", "NET[0].unread = 2.0", "LOG.append(HEAT)", "NET[0].cold.fill_(2.0)"],
 )
 def test_what_modules_and_buffers_follow_or_nothing_reads_is_accepted(line: str, tmp_path: Path) -> None:
-    check(tmp_path, f"\ndef on_step(result):\n    {line}\n")
+    check_model(tmp_path, f"\ndef on_step(result):\n    {line}\n")

@@ -71,11 +71,11 @@ def test_the_reference_of_a_model_that_draws_computes_what_the_plan_was_told_to(
 ) -> None:
     asked = list[CompileOptions]()
 
-    def refuse(_: Path, options: CompileOptions) -> CompiledPlan:
+    def refuse_to_compile(_: Path, options: CompileOptions) -> CompiledPlan:
         asked.append(options)
         raise UserError("no further")
 
-    monkeypatch.setattr(zoo, "compile_model", refuse)
+    monkeypatch.setattr(zoo, "compile_model", refuse_to_compile)
     given = CompileOptions(
         cluster="local:3", set=("net.dp=3",), strategy="apart", balance_loss="global", gather=("net",)
     )

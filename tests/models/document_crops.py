@@ -76,19 +76,19 @@ class Scans(torch.utils.data.Dataset[Any]):
         g = torch.Generator().manual_seed(i)
         lines, formulas = 1 + i % 3, 1 + i % 2
 
-        def crop(width: int) -> torch.Tensor:
+        def draw_crop(width: int) -> torch.Tensor:
             return torch.randn(4, width, generator=g)
 
-        def signs(count: int, of: int) -> torch.Tensor:
+        def draw_signs(count: int, of: int) -> torch.Tensor:
             return torch.randint(1, of, (count,), generator=g)
 
         return {
             "page": torch.randn(10, generator=g),
             "topic": torch.tensor(i % 3),
-            "lines": [crop(6 + (i + j) % 4) for j in range(lines)],
-            "line_words": [signs(2 + j % 2, WORDS) for j in range(lines)],
-            "formulas": [crop(5 + i % 3) for _ in range(formulas)],
-            "formula_signs": [signs(2 + (i + j) % 3, SIGNS) for j in range(formulas)],
+            "lines": [draw_crop(6 + (i + j) % 4) for j in range(lines)],
+            "line_words": [draw_signs(2 + j % 2, WORDS) for j in range(lines)],
+            "formulas": [draw_crop(5 + i % 3) for _ in range(formulas)],
+            "formula_signs": [draw_signs(2 + (i + j) % 3, SIGNS) for j in range(formulas)],
         }
 
 

@@ -189,7 +189,7 @@ def test_an_inner_width_that_ranks_cannot_share_in_whole_rows_of_kernels_stays_w
 
 
 class CountedExperts(nn.Module):
-    """Experts whose code takes their number from a constant, or from an attribute."""
+    """Experts; forward takes their number from a constant or from an attribute."""
 
     def __init__(self, is_constant: bool) -> None:
         super().__init__()

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from secc.alloc.problem.types import Candidate
 
 ANY_COUNT_MAX_RANKS = 32  # clusters up to this size are divided rank by rank, larger ones node by node
-MOST_MORE_LAYERS = (
-    1 / 16
-)  # in the longest of a number of stages that is no power of two, than in the mean one
+# Where the number of stages is no power of two, the longest has at most this share more layers than the mean.
+MOST_MORE_LAYERS = 1 / 16
 MEMORY_RESOLUTION = 40  # of the capacity: memories in one step count as equal
 
 

@@ -196,7 +196,7 @@ class StatementChoice:
         if isinstance(error, BlockError) and error.path in self.chosen_paths:
             return
         inside, _ = self._find_ranges(error, [])
-        free = [r for r in inside if not any(map(r.overlaps, self._present.ranges))]
+        free = [r for r in inside if not any(map(r.shares_statements, self._present.ranges))]
         more = [self._present.with_range(r, error) for r in free]
         lists = {e.argument for e in self._present.errors if isinstance(e, GlueError)}
         if isinstance(error, GlueError) and error.argument and error.argument not in lists:
