@@ -16,8 +16,8 @@ from secc.alloc.problem.candidates import price_candidate
 from secc.alloc.problem.in_flight import in_flight_alternating
 from secc.alloc.problem.micro_batch_times import (
     busiest_replica_ns,
-    micro_batch_time_expressions,
-    subgroup_costs,
+    micro_batch_ns_of_samples,
+    subgroup_loads,
 )
 from secc.alloc.problem.section_load import SectionLoad
 from secc.alloc.problem.types import Candidate
@@ -39,6 +39,7 @@ class DealtPrices:
     def __post_init__(self) -> None:
         rows = {name for name, op in self.work.graph.symbols.items() if op.kind.data == "rows"}
         self._rows = rows
+        self._known_subgroups: dict[object, list[tuple[int, SectionLoad, str]]] = {}
         self._columns = [
             _spaced_samples(columns, self.load.forward_ns)
             for p in self.load.active_patterns
@@ -54,24 +55,24 @@ class DealtPrices:
     def price_as_dealt(self, c: Candidate, degrees: str = "any") -> Candidate:
         """Returns a candidate that divides every sample as one that deals its micro-batches, to subgroups as
         `degrees` says, with the time that this takes."""
-        dealing = replace(c, cp_per="micro_batch", cp_degrees=degrees)
+        dealing = c.with_fields(cp_per="micro_batch", cp_degrees=degrees)
         if not self._columns:
             return dealing
         rank = self.work.rank_load(self.load, c.shape)
-        times = micro_batch_time_expressions(self.work, rank, c.dp, c.sharding, c.recompute)
-        divided, longest = self._sample_ns(times, c.micro_batch), max(self._sample_ns(times, 1))
+        divided = self._sample_ns(c, rank, rank, c.micro_batch)
+        longest = max(self._sample_ns(c, rank, rank, 1))
         room = self._room_bytes(c, rank)
-        dealt = list(divided)
-        for subgroup in subgroup_costs(self.work, self.load, dealing):
-            own = self._sample_ns((subgroup.cost.forward_ns, subgroup.cost.backward_ns), c.micro_batch)
-            needed = self._evaluate(subgroup.cost.saved or "0", 1)
+        dealt = divided
+        for ranks, own, saved in self._subgroups(dealing):
+            ns_of_subgroup = self._sample_ns(c, own, rank, c.micro_batch)
+            needed = self._evaluate(saved, 1)
             dealt = [
-                min(ns, subgroup.ranks * of_subgroup // c.cp) if size <= room else ns
-                for ns, of_subgroup, size in zip(dealt, own, needed, strict=True)
+                min(ns, ranks * of_subgroup // c.cp) if size <= room else ns
+                for ns, of_subgroup, size in zip(dealt, ns_of_subgroup, needed, strict=True)
             ]
         total, *_ = busiest_replica_ns(self.work, rank, c.dp, c.micro_batch, c.sharding, c.recompute)
         least = max(total * sum(dealt) // max(1, sum(divided)), min(total, longest))
-        return replace(dealing, time_ns=c.time_ns - total + least)
+        return dealing.with_fields(time_ns=c.time_ns - total + least)
 
     def _room_bytes(self, c: Candidate, rank: SectionLoad) -> int:
         """Bytes that a rank has for samples that its subgroup computes, if no other section is on it."""
@@ -82,11 +83,20 @@ class DealtPrices:
             held if c.pp > 1 else 1
         )
 
-    def _sample_ns(self, times: tuple[str, str], together: int) -> list[int]:
-        """Forward plus backward ns of each listed sample as its share of `together` equal ones."""
-        return [
-            (f + b) // together for f, b in zip(*(self._evaluate(t, together) for t in times), strict=True)
-        ]
+    def _subgroups(self, c: Candidate) -> list[tuple[int, SectionLoad, str]]:
+        """The `subgroup_loads` of a candidate (memoised)."""
+        key = c.shape, c.subgroup_sizes, c.recompute
+        if key not in self._known_subgroups:
+            self._known_subgroups[key] = [*subgroup_loads(self.work, self.load, c)]
+        return self._known_subgroups[key]
+
+    def _sample_ns(self, c: Candidate, own: SectionLoad, spans: SectionLoad, together: int) -> list[int]:
+        """Forward plus backward ns of each listed sample as its share of `together` equal ones. `own` and
+        `spans`: see `micro_batch_ns_of_samples`."""
+        both = micro_batch_ns_of_samples(
+            self.work, own, c, spans, lambda text: self._evaluate(text, together)
+        )
+        return [ns // together for ns in both]
 
     def _evaluate(self, text: str, together: int) -> list[int]:
         known, key = self.work.cached_dealt_values, (self.load.name, text, together)

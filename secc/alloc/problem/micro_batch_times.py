@@ -8,6 +8,7 @@ so their times also depend on the spread of the samples (`secc.alloc.problem.siz
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil, lcm
 
 from secc.alloc.problem.candidate_memory import edge_size_expressions, working_expressions
@@ -163,19 +164,46 @@ def subgroup_costs(
     work: Workload, load: SectionLoad, c: Candidate, stage: int | None = None
 ) -> tuple[SubgroupCost, ...]:
     """The costs of samples that some ranks of cp compute without the others, for each size of
-    subgroups that candidate `c` may have. `load` is the section's. What a rank (of `stage`, or by default one
-    with most to do) keeps includes what it needs temporarily, and the tensors of edges of all samples that
-    its replica computes meanwhile."""
-    all_ranks = work.rank_load(load, c.shape, stage=stage)
-    span = _replica_span(work, all_ranks, c.dp)
+    subgroups that candidate `c` may have. `load` is the section's."""
+    span = _replica_span(work, work.rank_load(load, c.shape, stage=stage), c.dp)
     found: list[SubgroupCost] = []
-    for ranks in c.subgroup_sizes:
-        own = work.rank_load(load, c.shape._replace(cp=ranks), all_ranks.row_attention, stage)
+    for ranks, own, saved in subgroup_loads(work, load, c, stage):
         times = micro_batch_time_expressions(work, own, c.dp, c.sharding, c.recompute, span)
-        edges = [f"{1 + c.cp // ranks}*({text})" for text in edge_size_expressions(work, load)]
-        working = max_expr([text for text in working_expressions(own, c.recompute) if text != "0"] or ["0"])
         held = own.cost_under_recompute(c.recompute)
-        saved = " + ".join([held.saved, working, *edges])
         between = "" if held.kept_between == "0" else held.kept_between
         found.append(SubgroupCost(ranks, Cost(*times, label=own.label, saved=saved, kept_between=between)))
     return tuple(found)
+
+
+def subgroup_loads(
+    work: Workload, load: SectionLoad, c: Candidate, stage: int | None = None
+) -> Iterator[tuple[int, SectionLoad, str]]:
+    """Yields, for each size of subgroups that candidate `c` of a section may have, (its ranks, the load of
+    one of them, what it keeps of a micro-batch). What a rank (of `stage`, or by default one with most to do)
+    keeps includes what it needs temporarily, and the tensors of edges of all samples that its replica
+    computes meanwhile."""
+    all_ranks = work.rank_load(load, c.shape, stage=stage)
+    for ranks in c.subgroup_sizes:
+        own = work.rank_load(load, c.shape._replace(cp=ranks), all_ranks.row_attention, stage)
+        edges = [f"{1 + c.cp // ranks}*({text})" for text in edge_size_expressions(work, load)]
+        working = max_expr([text for text in working_expressions(own, c.recompute) if text != "0"] or ["0"])
+        yield ranks, own, " + ".join([own.cost_under_recompute(c.recompute).saved, working, *edges])
+
+
+def micro_batch_ns_of_samples(
+    work: Workload,
+    load: SectionLoad,
+    c: Candidate,
+    spans: SectionLoad,
+    evaluate: Callable[[str], Sequence[int]],
+) -> list[int]:
+    """Forward plus backward ns of micro-batches on a rank under candidate `c`, which the expressions of
+    `micro_batch_time_expressions` say; `evaluate` returns the values of one for all of them. `load` is that
+    of the rank, `spans` that of one of all ranks of a replica."""
+    forward, backward = load.pass_ns(c.recompute)
+    forward_ns, backward_ns = evaluate(forward), evaluate(backward)
+    gathers = zero3_collectives(load.cost, c.sharding, work.cluster, _replica_span(work, spans, c.dp))
+    if gathers is not None:  # many candidates differ only in these
+        forward_ns = map(gathers.forward_ns, forward_ns)
+        backward_ns = map(gathers.backward_ns, backward_ns)
+    return list(map(int.__add__, forward_ns, backward_ns))

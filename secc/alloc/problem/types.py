@@ -112,7 +112,7 @@ class Candidate:
     placement: str = "loop"
     norms: str = "whole"
 
-    def with_fields(self, **fields: int | bool) -> Candidate:
+    def with_fields(self, **fields: int | bool | str) -> Candidate:
         """Copy with other values of some fields. There are many candidates, and `dataclasses.replace` takes
         several times as long: it sets each field of a frozen class by a call."""
         copy = object.__new__(Candidate)
