@@ -99,6 +99,11 @@ def worthwhile_tries(tasks: int, makespan: int, lower_bound: MakespanBound) -> i
     return min(MAX_TRIES, affordable_runs(tasks, makespan, lower_bound, tasks // MIN_TRIES_DIVISOR))
 
 
+def most_searched_tasks(tasks: int, makespan: int) -> int:
+    """Returns how many tasks the search for a better order of so many `tasks` simulates at most."""
+    return min(MAX_TRIES * tasks, makespan // PLANNING_TIME_DIVISOR // TRY_NS_PER_TASK)
+
+
 def affordable_runs(tasks: int, makespan: int, lower_bound: MakespanBound, minimum: int) -> int:
     """Returns how many simulations of this many `tasks` a step is worth; 0 if fewer than `minimum`.
 

@@ -47,13 +47,16 @@ def choose_dealing(
     for section, index in won.assignment.choice.items():
         problem, c = evaluator.problem, evaluator.problem.sections[section][index]
         now, found = _way_of(c), {_way_of(c): (won, evaluator)}
+        problems = dict[str, Problem]()
         for way in _ways_left(c, pins.words.get(section, {})):
             candidates = list(problem.sections[section])
             candidates[index] = _with_way(evaluator.work, section, c, way)
-            tried = evaluator.with_problem(
-                replace(problem, sections={**problem.sections, section: tuple(candidates)})
-            )
-            first, own = (e.evaluate_first_batch(won.assignment, ranks) for e in (tried, evaluator))
+            problems[way] = replace(problem, sections={**problem.sections, section: tuple(candidates)})
+        if not problems:
+            continue
+        own, *firsts = evaluator.evaluate_in_problems([*problems.values()], won.assignment, ranks)
+        for (way, of_way), first in zip(problems.items(), firsts, strict=True):
+            tried = evaluator.with_problem(of_way)
             if not first.fits or first.time_ns > own.time_ns * (1 + FIRST_BATCH_MARGIN):
                 ratio = round(first.time_ns / own.time_ns, 4) if first.fits else DOES_NOT_FIT
                 dropped.setdefault(section, {})[way] = ratio

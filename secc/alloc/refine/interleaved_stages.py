@@ -58,9 +58,11 @@ def choose_interleaving(
     step_ns, dropped = dict[str, dict[str, int]](), dict[str, dict[str, float]]()
     for section in won.assignment.choice:
         found = {ONE: (won, evaluator)}
-        for way, problem in _other_ways(evaluator, won.assignment, section, pins):
+        if not (ways := dict(_other_ways(evaluator, won.assignment, section, pins))):
+            continue
+        now, *firsts = evaluator.evaluate_in_problems([*ways.values()], won.assignment, ranks)
+        for (way, problem), first in zip(ways.items(), firsts, strict=True):
             tried = evaluator.with_problem(problem)
-            first, now = (e.evaluate_first_batch(won.assignment, ranks) for e in (tried, evaluator))
             most = now.time_ns * (1 + FIRST_BATCH_MARGIN) * (1 - MARGINS[way])
             if not first.fits or first.time_ns > most:
                 ratio = round(first.time_ns / now.time_ns, 4) if first.fits else DOES_NOT_FIT

@@ -55,7 +55,7 @@ def enlarge_micro_batches(
             if larger is None:
                 continue
             tried = evaluator.with_problem(larger)
-            first, now = (e.evaluate_first_batch(best.assignment, ranks) for e in (tried, evaluator))
+            now, first = evaluator.evaluate_in_problems([larger], best.assignment, ranks)
             if not first.fits or first.time_ns > now.time_ns:
                 continue
             evaluation, tries = tried.evaluate(best.assignment, ranks), best.evaluated_plans + 1

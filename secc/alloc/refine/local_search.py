@@ -51,6 +51,7 @@ from secc.alloc.refine.schedule_evaluation import (
     EvaluationRequest,
     GroupRanks,
     PlanEvaluator,
+    expect_searched_tasks,
     mean_evaluation,
 )
 from secc.alloc.refine.start_plans import (
@@ -378,13 +379,16 @@ class _LocalSearch:
 
     def _evaluate_requests(self, requests: Sequence[BatchRequest]) -> list[Evaluation]:
         """Evaluates requests, on all cores if their schedules have enough tasks."""
-        tasks = max(
+        most_tasks = max(
             (evaluation.tasks for evaluation in self.estimates.values()),
             default=2 * len(self.evaluator.batches[0]) * len(self.candidates_by_ranks),
         )
+        tasks = most_tasks * len(requests) + sum(
+            expect_searched_tasks(self.estimates[_plan_key(a)]) for a, batch in requests if batch is not None
+        )
         return (
             self.evaluate_on_all_cores(requests)
-            if tasks * len(requests) >= MIN_PARALLEL_TASKS
+            if tasks >= MIN_PARALLEL_TASKS
             else self.evaluate_here(requests)
         )
 

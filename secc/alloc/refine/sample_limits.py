@@ -50,7 +50,7 @@ def raise_sample_limits(
             if problem is None:
                 break
             tried, tries = evaluator.with_problem(problem), won.evaluated_plans + 1
-            first, now = (e.evaluate_first_batch(won.assignment, ranks) for e in (tried, evaluator))
+            now, first = evaluator.evaluate_in_problems([problem], won.assignment, ranks)
             if not _is_shorter(first, now):
                 break
             evaluation = tried.evaluate(won.assignment, ranks)

@@ -66,11 +66,14 @@ from secc.runtime.plan.schema import (
 )
 from secc.runtime.plan.step_program import SampleMeta, gather_rounds, replica_first_ranks
 from secc.runtime.schedule.micro_batches import KnownPackings
+from secc.runtime.schedule.order_search import most_searched_tasks
 from secc.runtime.schedule.scheduler import ScheduleCandidate as Order
 from secc.runtime.schedule.scheduler import find_candidate
 
 UNLIMITED_BYTES = 1 << 62
 MIN_PARALLEL_TASKS = 10_000  # schedules with fewer tasks take less time than forking processes
+# Tasks that the search for a better order simulates in the time that one takes to be scheduled and evaluated.
+SEARCHED_TASKS_PER_TASK = 10
 # A first batch with another amount of work or another longest sample than the mean batch, by this share, is a
 # poor one to compare plans on.
 UNTYPICAL_BATCH = 0.25
@@ -154,6 +157,11 @@ def mean_evaluation(steps: Sequence[Evaluation]) -> Evaluation:
     )
 
 
+def expect_searched_tasks(evaluation: Evaluation) -> int:
+    """About how many tasks are scheduled in the time that the search for a better order of a step takes."""
+    return most_searched_tasks(evaluation.tasks, evaluation.time_ns) // SEARCHED_TASKS_PER_TASK
+
+
 class PlanEvaluator:
     """Evaluates assignments of one problem on drawn global batches, or on one of mean samples if the graph
     lists none.
@@ -206,25 +214,16 @@ class PlanEvaluator:
 
     def evaluate(self, assignment: Assignment, ranks: GroupRanks) -> Evaluation:
         """Mean evaluation over all batches."""
-        stages = sum(self.problem.sections[s][i].shape.stages for s, i in assignment.choice.items())
-        tasks = 2 * stages * sum(map(len, self.batches))
-        map_requests = process_map.map_in_processes if tasks >= MIN_PARALLEL_TASKS else map
         return mean_evaluation(
-            self.evaluate_once(
-                [(assignment, ranks, i) for i in range(len(self.batches))],
-                lambda requests: [
-                    *map_requests(lambda r: self.evaluate_batch(r[0], r[1], r[2] or 0), requests)
-                ],
-            )
+            evaluate_on_all_cores([(self, (assignment, ranks, i)) for i in range(len(self.batches))])
         )
 
-    def evaluate_first_batch(self, assignment: Assignment, ranks: GroupRanks) -> Evaluation:
-        """Evaluation on the first batch."""
-        (evaluation,) = self.evaluate_once(
-            [(assignment, ranks, 0)],
-            lambda requests: [self.evaluate_batch(a, of_group) for a, of_group, _ in requests],
-        )
-        return evaluation
+    def evaluate_in_problems(
+        self, problems: Sequence[Problem], assignment: Assignment, ranks: GroupRanks
+    ) -> list[Evaluation]:
+        """Evaluations on the first batch of a plan in its own problem and in others of the same work."""
+        evaluators = self, *map(self.with_problem, problems)
+        return evaluate_on_all_cores([(e, (assignment, ranks, 0)) for e in evaluators])
 
     def estimate_once(self, assignment: Assignment, ranks: GroupRanks) -> Evaluation:
         """The estimate of a plan, which is made unless it is known."""
@@ -239,24 +238,30 @@ class PlanEvaluator:
         requests: Sequence[EvaluationRequest],
         evaluate: Callable[[Sequence[EvaluationRequest]], Sequence[Evaluation]],
     ) -> list[Evaluation]:
-        """Returns the evaluations of requests; calls `evaluate` with those that are not known yet. An
-        estimate of a step without time for a search is the evaluation on the first batch as well."""
-        keys: list[EvaluatedPlan] = [
-            (
-                tuple((s, cs[a.choice[s]]) for s, cs in self.problem.sections.items()),
-                tuple(a.group.items()),
-                tuple((group, tuple(own)) for group, own in ranks.items()),
-                batch,
-            )
-            for a, ranks, batch in requests
-        ]
-        new = {k: request for k, request in zip(keys, requests, strict=True) if k not in self.known}
-        found = dict(zip(new, evaluate([*new.values()]) if new else (), strict=True))
-        self.known |= found
-        for (choices, groups, of_group, batch), evaluation in found.items():
-            if batch is None and not evaluation.may_improve:
-                self.known.setdefault((choices, groups, of_group, 0), evaluation)
-        return [self.known[k] for k in keys]
+        """Returns the evaluations of requests; calls `evaluate` with those that are not known yet."""
+        return _evaluate_once(
+            [(self, request) for request in requests], lambda new: evaluate([request for _, request in new])
+        )
+
+    def identify(self, request: EvaluationRequest) -> EvaluatedPlan:
+        """What an evaluation depends on, with the batch."""
+        assignment, ranks, batch = request
+        return (
+            tuple((s, cs[assignment.choice[s]]) for s, cs in self.problem.sections.items()),
+            tuple(assignment.group.items()),
+            tuple((group, tuple(own)) for group, own in ranks.items()),
+            batch,
+        )
+
+    def expect_tasks(self, request: EvaluationRequest) -> int:
+        """About how many tasks an evaluation on a batch schedules. Those of the search for a better order
+        count where another evaluation of the plan tells how long its step is."""
+        assignment, ranks, batch = request
+        stages = sum(self.problem.sections[s][i].shape.stages for s, i in assignment.choice.items())
+        tasks = 2 * stages * len(self.batches[batch or 0])
+        known = (self.known.get(self.identify((assignment, ranks, other))) for other in (None, 0))
+        estimate = next((e for e in known if e is not None), None)
+        return tasks if estimate is None else estimate.tasks + expect_searched_tasks(estimate)
 
     def estimate(self, assignment: Assignment, ranks: GroupRanks) -> Evaluation:
         """Evaluation on the first batch with the first order that the scheduler finds; takes a small part
@@ -632,6 +637,36 @@ class _OrderTimeline:
                 max(accumulate(c[1] for c in some)),
                 max(accumulate(c[2] for c in some)),
             )
+
+
+def evaluate_on_all_cores(requests: Sequence[tuple[PlanEvaluator, EvaluationRequest]]) -> list[Evaluation]:
+    """Evaluations on batches, by evaluators of the same work. Those that are not known yet run on all cores,
+    if they take long enough."""
+
+    def evaluate(new: Sequence[tuple[PlanEvaluator, EvaluationRequest]]) -> list[Evaluation]:
+        tasks = sum(evaluator.expect_tasks(request) for evaluator, request in new)
+        map_requests = process_map.map_in_processes if tasks >= MIN_PARALLEL_TASKS else map
+        return [*map_requests(lambda item: item[0].evaluate_batch(*item[1][:2], item[1][2] or 0), new)]
+
+    return _evaluate_once(requests, evaluate)
+
+
+def _evaluate_once(
+    requests: Sequence[tuple[PlanEvaluator, EvaluationRequest]],
+    evaluate: Callable[[Sequence[tuple[PlanEvaluator, EvaluationRequest]]], Sequence[Evaluation]],
+) -> list[Evaluation]:
+    """Returns the evaluations of requests to evaluators of the same work; calls `evaluate` with those that
+    are not known yet. An estimate of a step without time for a search is the evaluation on the first batch as
+    well."""
+    keys = [evaluator.identify(request) for evaluator, request in requests]
+    known = requests[0][0].known if requests else {}
+    new = {k: request for k, request in zip(keys, requests, strict=True) if k not in known}
+    found = dict(zip(new, evaluate([*new.values()]) if new else (), strict=True))
+    known |= found
+    for (choices, groups, of_group, batch), evaluation in found.items():
+        if batch is None and not evaluation.may_improve:
+            known.setdefault((choices, groups, of_group, 0), evaluation)
+    return [known[k] for k in keys]
 
 
 def replay_order(order: Order, message_ns: Mapping[tuple[str, str], int]) -> tuple[list[int], list[int]]:

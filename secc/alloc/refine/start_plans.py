@@ -17,16 +17,19 @@ What closed forms misjudge differs from kind to kind, so these plans may be bett
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from operator import attrgetter, itemgetter
+from itertools import product
+from typing import TypeVar
 
 from secc.alloc.problem.build_problem import PARALLEL_PRICING_RANKS
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.types import Assignment, Candidate, Problem, exclude_candidates
 from secc.alloc.solver import subproblem
 from secc.alloc.solver.allocation_solver import solve_allocation
-from secc.process_map import run_in_background
+from secc.process_map import map_in_processes, run_in_background
+
+VariantT = TypeVar("VariantT")
 
 MAX_START_RATIO = 2  # times the best plan's step by closed forms: what takes longer by them is no start
 MAX_KIND_RATIO = 1.3  # the same for plans of other kinds of mixtures, and with dealt samples
@@ -64,14 +67,19 @@ def plans_of_kinds(problem: Problem, best: Assignment, margin: float) -> list[As
     micro-batch: by closed forms such plans are hard to compare with each other.
     """
     most = MAX_KIND_RATIO * evaluate_assignment(replace(problem, capacity=1 << 62, pools=()), best).time_ns
-    solver, plans = _StartSolver(margin, int(most)), list[Assignment | None]()
+    solver, kinds = _StartSolver(margin, int(most)), list[tuple[str, str, int]]()
     for s in sections_with_experts(problem):
         own, usable = problem.sections[s][best.choice[s]], [c for c in problem.sections[s] if not c.excluded]
-        for degree in (attrgetter("ep"), attrgetter("pp")):
-            for n in sorted({degree(c) for c in usable} - {degree(own)}):
-                other = exclude_candidates(problem, lambda c, degree=degree, n=n: degree(c) != n, (s,))
-                plans.append(solver.solve_within_limit(other))
-    return [a for a in plans if a is not None]
+        for degree in ("ep", "pp"):
+            others = {getattr(c, degree) for c in usable} - {getattr(own, degree)}
+            kinds += [(s, degree, n) for n in sorted(others)]
+
+    def solve(kind: tuple[str, str, int]) -> Assignment | None:
+        section, degree, n = kind
+        other = exclude_candidates(problem, lambda c: getattr(c, degree) != n, (section,))
+        return solver.solve_within_limit(other)
+
+    return [a for a in _map_variants(problem, solve, kinds) if a is not None]
 
 
 def plans_with_dealt_samples(problem: Problem, best: Assignment, margin: float) -> list[Assignment]:
@@ -88,23 +96,31 @@ def plans_with_dealt_samples(problem: Problem, best: Assignment, margin: float) 
     solver, plans = _StartSolver(margin, int(most)), list[Assignment]()
     chosen = {s: problem.sections[s][i] for s, i in best.choice.items()}
     heaviest = max(chosen, key=lambda s: chosen[s].time_ns * chosen[s].ranks)
-    for strategy in ("apart", "colocate"):
-        found = list[tuple[int, Assignment]]()
-        variant = replace(problem, strategy=strategy)
-        shapes = dict.fromkeys(
-            _replica_layout(c)
-            for c in problem.sections[heaviest]
-            if not c.excluded and c.cp_per == "micro_batch"
-        )
-        for shape in shapes:
-            other = exclude_candidates(
-                variant, lambda c, shape=shape: _replica_layout(c) != shape, (heaviest,)
-            )
-            if (a := solver.solve_within_limit(other)) is not None:
-                found.append((evaluate_assignment(variant, a).time_ns, a))
-        found.sort(key=itemgetter(0))
-        plans += [a for _, a in found[:MOST_DEALT_STARTS]]
+    strategies = {strategy: replace(problem, strategy=strategy) for strategy in ("apart", "colocate")}
+    layouts = dict.fromkeys(
+        _replica_layout(c) for c in problem.sections[heaviest] if not c.excluded and c.cp_per == "micro_batch"
+    )
+
+    def solve(variant: tuple[str, tuple[int, ...]]) -> Assignment | None:
+        strategy, layout = variant
+        other = exclude_candidates(strategies[strategy], lambda c: _replica_layout(c) != layout, (heaviest,))
+        return solver.solve_within_limit(other)
+
+    variants = [*product(strategies, layouts)]
+    solved = [*zip(variants, _map_variants(problem, solve, variants), strict=True)]
+    for strategy, variant in strategies.items():
+        found = [a for (own, _), a in solved if own == strategy and a is not None]
+        found.sort(key=lambda a, variant=variant: evaluate_assignment(variant, a).time_ns)
+        plans += found[:MOST_DEALT_STARTS]
     return plans
+
+
+def _map_variants(
+    problem: Problem, solve: Callable[[VariantT], Assignment | None], variants: Sequence[VariantT]
+) -> list[Assignment | None]:
+    """The best plans of variants of a problem; on all cores if it has many candidates."""
+    map_variants = map_in_processes if problem.ranks >= PARALLEL_PRICING_RANKS else map
+    return [*map_variants(solve, variants)]
 
 
 def _replica_layout(c: Candidate) -> tuple[int, int, int, int]:

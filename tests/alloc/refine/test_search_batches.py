@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from secc import process_map
 from secc.alloc.problem.build_problem import build_problem
 from secc.alloc.problem.pins import parse_pins
 from secc.alloc.refine import schedule_evaluation
-from secc.alloc.refine.schedule_evaluation import PlanEvaluator, SearchBatches
+from secc.alloc.refine.schedule_evaluation import Evaluation, PlanEvaluator, SearchBatches
 from secc.alloc.solver.allocation_solver import solve_allocation
 from secc.passes.allocate import assign_ranks
 from secc.runtime.schedule import order_search
@@ -58,6 +63,34 @@ def test_an_estimate_without_time_for_a_search_is_the_evaluation(
     monkeypatch.setattr(
         PlanEvaluator, "evaluate_batch", lambda *given: made.append(1) or evaluate_batch(*given)
     )
-    evaluation = evaluator.evaluate_first_batch(plan, ranks)
+    (evaluation,) = evaluator.evaluate_in_problems([], plan, ranks)
     assert len(made) == searches
     assert evaluation == PlanEvaluator(work, asked).evaluate_batch(plan, ranks)
+
+
+def test_evaluations_with_time_for_a_search_run_on_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for a better order of a step with few tasks may take long."""
+    monkeypatch.setattr(order_search, "PLANNING_TIME_DIVISOR", 1)
+    monkeypatch.setattr(schedule_evaluation, "MIN_PARALLEL_TASKS", 1000)
+    work, _ = staged_problem(8)
+    asked = build_problem(work, 8, "apart", parse_pins(["lm.pp=2", "lm.tp=1"], work.loads))
+    solution = solve_allocation(asked)
+    assert solution is not None
+    plan, ranks = solution.assignment, assign_ranks(asked, solution.assignment)
+    sections = {s: tuple(replace(c, time_ns=2 * c.time_ns) for c in cs) for s, cs in asked.sections.items()}
+    dearer = replace(asked, sections=sections)
+    evaluator, forked = PlanEvaluator(work, asked), list[Evaluation]()
+
+    def map_here(function: Callable[[Any], Evaluation], items: Iterable[Any]) -> list[Evaluation]:
+        forked.extend(map(function, items))
+        return forked
+
+    monkeypatch.setattr(process_map, "map_in_processes", map_here)
+    evaluations = evaluator.evaluate_in_problems([dearer], plan, ranks)
+    assert evaluations == [evaluator.evaluate_batch(plan, ranks)] * 2 and not forked
+    evaluator.known.clear()
+    for problem in (asked, dearer):
+        estimate = evaluator.with_problem(problem).estimate_once(plan, ranks)
+        assert estimate.may_improve and 2 * estimate.tasks < schedule_evaluation.MIN_PARALLEL_TASKS
+    monkeypatch.setattr(order_search, "TRY_NS_PER_TASK", 1)
+    assert evaluator.evaluate_in_problems([dearer], plan, ranks) == forked and len(forked) == 2
