@@ -54,9 +54,12 @@ def seed_rngs(seed: int) -> None:
 
 
 @contextmanager
-def seeded_rngs(seed: int) -> Iterator[None]:
-    """Seed the generators, and restore them at the end."""
-    with preserve_rng_states():
+def seeded_rngs(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed the generators, that of an accelerator `device`, too, and restore them at the end."""
+    with preserve_rng_states(), ExitStack() as stack:
+        if device is not None and device.type != "cpu":
+            stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
+            torch.get_device_module(device).manual_seed(seed)
         seed_rngs(seed)
         yield
 

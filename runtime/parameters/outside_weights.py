@@ -5,13 +5,13 @@ In one process these are the same tensors. A rank may have none of them, a part,
 that other ranks have, too, which run no such code: what is written there would be lost, or would differ from
 rank to rank. Such a use ends the run. Where all ranks train and hold the whole weights, nothing is watched.
 `on_step` runs on all ranks, after the weights have been exchanged, so it may use what a rank holds whole, and
-write to it, unless the optimizer keeps its own float32 copy or forwards of the next step have read it.
+write to it, unless the optimizer keeps its own float32 copy or forwards of the next step have read it. What
+it writes has to be the same on all ranks that hold the weight (`secc.runtime.parameters.equal_writes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -102,13 +102,15 @@ class WrittenTensors(TorchDispatchMode):
 class PartialWeights:
     """The weights and buffers of a rank's model that code between steps may not use, by name, each with the
     reason. missing: not held, or in parts only. unshared: what hooks of the optimizer write to it is lost.
-    unwritable: what callbacks write to it is lost, or comes too late."""
+    unwritable: what callbacks write to it is lost, or comes too late. slots: where modules keep each weight
+    that this rank holds whole (a dict and a key)."""
 
     rank: int
     missing: Mapping[str, str]
     unshared: Mapping[str, str]
     tensors: Mapping[str, torch.Tensor]
     unwritable: Mapping[str, str] = field(default_factory=dict[str, str])
+    slots: Sequence[tuple[str, dict[str, Any], str]] = ()
 
     def watch_hooks(self, optimizer: optim.Optimizer) -> None:
         """Lets the hooks of an optimizer's steps raise UserError where they use such a weight, unless it is
@@ -120,29 +122,34 @@ class PartialWeights:
             for key, hook in table.items():
                 table[key] = self._watch("a hook of the optimizer", hook, others)
 
-    def watch_callback(self, name: str, function: Hook) -> Hook:
+    def watch_callback(self, name: str, function: Hook, written: set[str]) -> Hook:
         """Returns a function that raises UserError where it uses a weight that this rank does not hold
-        whole, or writes to one for which that changes nothing."""
-        watched, held = self._watch(name, function, self.missing), list(self.tensors.values())
-        lost = [n for n in self.unwritable if self.tensors[n].numel()]
-        places = {t.untyped_storage().data_ptr(): n for n, t in self.tensors.items() if n in lost}
-        names = {self.tensors[n].data_ptr(): n for n in lost}
+        whole, or writes to one for which that changes nothing. Adds the names of those that it writes to to
+        `written`. What it puts in the place of a frozen weight or a buffer is written to it; in the place of
+        a trained one, which the optimizer would not follow, it is refused."""
+        watched, places = self._watch(name, function, self.missing), _by_storage(self.tensors)
 
-        def refuse_write(tensor: torch.Tensor) -> None:
-            place = places.get(tensor.untyped_storage().data_ptr())
-            if place is not None:
-                weight = names.get(tensor.data_ptr(), place)
-                raise UserError(
-                    f"{name} writes to {weight}: rank {self.rank} {self.unwritable[weight]}",
-                    current_source_line(),
-                    "let on_step only read weights; hooks of the optimizer may write to the parameters that"
-                    " optimizer() gets",
-                )
+        def note_write(tensor: torch.Tensor) -> None:
+            for weight in _find_overlapping(tensor, places):
+                if weight in self.unwritable:
+                    raise UserError(
+                        f"{name} writes to {weight}: rank {self.rank} {self.unwritable[weight]}",
+                        current_source_line(),
+                        "let on_step only read weights; hooks of the optimizer may write to the parameters"
+                        " that optimizer() gets",
+                    )
+                written.add(weight)
 
         @wraps(function)
         def call_watched(*args: Any, **kwargs: Any) -> Any:
-            with _AssignedData(held), WrittenTensors(refuse_write) if places else nullcontext():
-                return watched(*args, **kwargs)
+            slots = [(weight, table, key, table[key]) for weight, table, key in self.slots]
+            with _AssignedData(self.tensors.values()), WrittenTensors(note_write):
+                result = watched(*args, **kwargs)
+                for weight, table, key, before in slots:
+                    if (now := table.get(key)) is not before:
+                        table[key] = before
+                        _write_through(name, weight, before, now)
+            return result
 
         return call_watched
 
@@ -170,6 +177,50 @@ class PartialWeights:
                 return function(*args, **kwargs)
 
         return call_watched
+
+
+def _by_storage(tensors: Mapping[str, torch.Tensor]) -> dict[int, list[tuple[str, int, int]]]:
+    """Returns the names of tensors with the first byte of each and the one behind its last, by storage."""
+    found = dict[int, list[tuple[str, int, int]]]()
+    for name, tensor in tensors.items():
+        if tensor.numel() and not tensor.is_meta:
+            found.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, *_extent(tensor)))
+    return found
+
+
+def _find_overlapping(
+    tensor: torch.Tensor, places: Mapping[int, Sequence[tuple[str, int, int]]]
+) -> Iterator[str]:
+    """Yields the names of the tensors with memory in common with this one."""
+    if tensor.is_meta or type(tensor) not in (torch.Tensor, nn.Parameter) or not tensor.numel():
+        return
+    for name, first, end in places.get(tensor.untyped_storage().data_ptr(), ()):
+        start, stop = _extent(tensor)
+        if start < end and first < stop:
+            yield name
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
+
+
+@torch.no_grad()
+def _write_through(what: str, name: str, tensor: torch.Tensor, other: Any) -> None:
+    """Writes what took the place of a tensor of the model to it. Raises UserError where that is not the
+    same."""
+    if isinstance(other, torch.Tensor) and other.shape == tensor.shape and not tensor.requires_grad:
+        tensor.copy_(other)
+        return
+    why = (
+        "the optimizer goes on with the one that model() made"
+        if tensor.requires_grad
+        else f"expected a tensor of shape {list(tensor.shape)}"
+    )
+    raise UserError(
+        f"{what} puts something else in the place of {name}: {why}",
+        remedy="write to it: with torch.no_grad(), `module.weight.copy_(values)`",
+    )
 
 
 def find_hook_conflict(plan: Plan, model: nn.Module, used: Mapping[str, str]) -> UserError | None:
@@ -245,4 +296,11 @@ def find_partial_weights(
             unwritable[name] = (
                 f"has computed with it for the next step ({section}; --run-ahead 0 prevents it)"
             )
-    return PartialWeights(rank, missing, unshared, tensors, unwritable)
+    slots = [
+        (name, table, key)
+        for path, module in model.named_modules()
+        for table in (module._parameters, module._buffers)
+        for key, tensor in table.items()
+        if tensor is not None and (name := f"{path}.{key}".lstrip(".")) not in missing
+    ]
+    return PartialWeights(rank, missing, unshared, tensors, unwritable, slots)

@@ -50,6 +50,7 @@ from secc.runtime.parameters.elementwise_check import (
     why_not_elementwise,
     why_not_stepwise,
 )
+from secc.runtime.parameters.equal_writes import find_unequal_write
 from secc.runtime.parameters.gradient_reduction import GradientReducer, build_reduction_groups
 from secc.runtime.parameters.host_copies import HostCopies
 from secc.runtime.parameters.mixed_precision import cast_model, compute_dtype
@@ -136,6 +137,7 @@ class Trainer:
         context.phases.begin("install the sections, make the optimizer")
         canonical = canonical_names(model)
         params = dict(model.named_parameters())
+        self._weight_names = [*params, *dict(model.named_buffers())]
         reductions = build_reduction_groups(
             self.plan, [n for n, p in params.items() if p.requires_grad], canonical
         )
@@ -211,7 +213,7 @@ class Trainer:
             if has_statistics(self.plan)
             else None
         )
-        self._callbacks = Callbacks(context.user_model, callbacks)
+        self._callbacks, self._any_rank_hears_steps = Callbacks(context.user_model, callbacks), False
         first_trained = min((r for h in reductions for r in h.ranks), default=0)  # rank with an optimizer
         self._reports_learning_rate = context.rank == first_trained
         self._owned_names = self._find_owned_names(model)
@@ -552,7 +554,8 @@ class Trainer:
         times = [local_seconds.get((name, kind), 0.0) / n for name, kind, n in columns]
         rate = self._learning_rate() if self._reports_learning_rate else 0.0
         failed = self._callbacks.error is not None
-        flags = (failed, self._saver.is_stage_done(), self.stop_request.is_set)
+        hears = self._callbacks.hears_steps
+        flags = (failed, self._saver.is_stage_done(), self.stop_request.is_set, hears)
         # One copy to the device and one back: each of them makes the host wait.
         on_device = torch.stack([share, squared, *self.engine.logged.values()])
         on_host = [*counted.values(), rate, exposed_s / self.context.world_size, *times, *map(float, flags)]
@@ -560,7 +563,8 @@ class Trainer:
         exchanged = self.context.data_plane.exchange_values(own, self.context.last_step)
         loss, squared_norm, *sums = exchanged.sum(0).tolist()
         logged, (rate, exposed_s, *rest) = dict(zip(names, sums, strict=False)), sums[len(names) :]
-        failures, ended_stages, stops = rest[len(times) :]
+        failures, ended_stages, stops, listeners = rest[len(times) :]
+        self._any_rank_hears_steps = listeners > 0
         self._stops, self._callback_failed = stops > 0, failures > 0
         self._save_stage_ended = int(ended_stages) == self.context.world_size
         seconds = {
@@ -604,12 +608,12 @@ class Trainer:
         if self.reports is not None:
             self.reports.log_step(result, step, totals.section_seconds, totals.exposed_s)
         self._report_samples()
+        written = set[str]()
         if self._callbacks.hears_steps:
             self.gathers.finish_all()
-            on_step = self._partial_weights.watch_callback("on_step", self._callbacks.on_step)
-            # The same random numbers on all ranks: what they write to their weights must be equal.
-            with seeded_rngs(derive_item_seed(self.context.seed, -3, self.step_number)):
-                on_step(result)
+            self._call_on_step(result, written)
+        if self._any_rank_hears_steps:
+            self._refuse_unequal_writes(written)
         if self._evaluator is not None and self._is_evaluation_due():
             self.evaluate()
         if self._save_stage_ended:
@@ -622,6 +626,29 @@ class Trainer:
         self.context.trace.activity.end_step(seconds)
         self._step_start = time.perf_counter()
         return seconds
+
+    def _call_on_step(self, result: StepResult, written: set[str]) -> None:
+        """Calls the callbacks of a step, and adds the weights that they write to to `written`."""
+        on_step = self._partial_weights.watch_callback("on_step", self._callbacks.on_step, written)
+        # The same random numbers on all ranks: what they write to their weights must be equal.
+        with seeded_rngs(derive_item_seed(self.context.seed, -3, self.step_number), self.context.device):
+            try:
+                on_step(result)
+            except UserError as error:
+                self._callbacks.error = error
+
+    def _refuse_unequal_writes(self, written: Collection[str]) -> None:
+        """Raises UserError on all ranks if what callbacks have written differs between ranks. Collective."""
+
+        def exchange(values: Sequence[float]) -> torch.Tensor:
+            own = torch.tensor(values, dtype=torch.float64, device=self.context.device)
+            return self.context.data_plane.exchange_values(own, 0).cpu()
+
+        weights, failed = self._partial_weights, self._callbacks.error is not None
+        whole = {n: t for n, t in weights.tensors.items() if n not in weights.missing}
+        found = find_unequal_write(self._weight_names, whole, written, failed, exchange)
+        if found is not None:
+            raise found.as_error("on_step")
 
     def _find_early_sections(self) -> list[str]:
         """Names the sections of this rank that compute for the next step before a step has ended."""

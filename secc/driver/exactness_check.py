@@ -27,6 +27,7 @@ from secc.driver.kept_state import refuse_kept_state
 from secc.driver.optional_inputs import ChangingInput, find_changing_input
 from secc.driver.python_draws import GeneratorStates, draws_error, naming_draws
 from secc.driver.set_between_steps import refuse_set_values
+from secc.driver.start_state import values_of_start
 from secc.driver.unmet_values import (
     MOST_TRIES,
     ComparisonWatch,
@@ -640,7 +641,7 @@ def _compare_unmet_values(
             trial = _follow_numbers(compiled, rank, unmet.samples)
             if trial is None:
                 break  # plain PyTorch does not take the value
-            if not answers[asked] >= trial.answers.get(asked, set()):
+            if asked not in trial.answers or not answers[asked] >= trial.answers[asked]:
                 if next(compared) == _MOST_UNMET_VALUES:
                     return
                 _compare_unmet_value(compiled, rank, unmet)
@@ -658,7 +659,7 @@ def _follow_numbers(
     """Returns what blocks compare numbers with when plain PyTorch runs; None if it fails."""
     watch = _watch_comparisons(compiled, follows_numbers=True)
     try:
-        with watch:
+        with values_of_start(compiled.start, rank.model, compiled.user), watch:
             _run_reference(compiled, rank, samples)
     except NotEnoughMemory:
         raise

@@ -39,10 +39,17 @@ from secc.runtime.model.user_file import UserModel, extract_loss
 from secc.runtime.plan.schema import Plan
 from secc.runtime.randomness.micro_batch_draws import forward_context
 from secc.runtime.recorder.setting_tracker import watch_attributes
-from secc.runtime.training.eager_reference import LOSS_TOLERANCE, REFERENCE_SEED, PlanRandomness
+from secc.runtime.training.eager_reference import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    REFERENCE_SEED,
+    PlanRandomness,
+)
 from secc.runtime.training.eager_watch import EagerWatch, memory_errors
 
 _NUMBERS = (bool, int, float)
+_Outcome = tuple[float, ...]  # a loss, and the sum and the norm of each parameter's gradient
+_ROUNDING = 1e-6  # of the largest of these: a sum may be small where its summands are not
 _SINGLE = 3  # samples that are tried as a first batch: the largest value of a batch may be in both its halves
 _FAR = 1000  # added to what may be counted, so that thresholds of some hundred steps show
 
@@ -153,7 +160,9 @@ def find_kept_state(
     initial = [(v, _copy(v.read())) for v in iter_values(model, user)]
     kept_once = [(v, content) for v, content in initial if is_in_any(v.owner, undivided)]
 
-    def compute_loss(some: Sequence[Mapping[str, Any]], moved: bool = False) -> tuple[float, WeightChanges]:
+    def compute(
+        some: Sequence[Mapping[str, Any]], moved: bool = False, gradients: bool = False
+    ) -> tuple[_Outcome, WeightChanges]:
         _restore(kept_once)
         draws = randomness.draws_for(user, some)
         batch = unflatten_batch(user.collate(list(some)))
@@ -170,7 +179,11 @@ def find_kept_state(
             if moved:
                 model(**batch)
                 changes.note_repeated()
-        return float(loss.detach().double()), changes
+            outcome = (float(loss.detach().double()), *(_run_backward(model, loss) if gradients else ()))
+        return outcome, changes
+
+    def compute_all() -> _Outcome:
+        return compute(samples, gradients=True)[0]
 
     def find_weight(changes: WeightChanges, begin: Callable[[], None] = lambda: None) -> ChangedWeight | None:
         if not changes.places:
@@ -180,46 +193,47 @@ def find_kept_state(
             fewer = None
             with suppress(Exception):
                 begin()
-                fewer = compute_loss(half, moved)[1]
+                fewer = compute(half, moved)[1]
             if moved:
                 begin()
-                changes = compute_loss(samples, moved)[1]
+                changes = compute(samples, moved)[1]
             if (weight := _find_changed_weight(changes, fewer, blocks, undivided)) is not None:
                 return weight
         return None
 
     def find_between_calls() -> tuple[ChangedWeight | None, KeptState | None]:
         with suppress(Exception):  # fewer samples may lack what forward takes for granted
-            compute_loss(half)
+            compute(half)
         first = _read_values(model, user)
-        loss, changes = compute_loss(samples)
+        loss, changes = compute(samples)
         if (weight := find_weight(changes)) is not None:
             return weight, None
         second = _read_values(model, user)
         for value, _ in kept_once:
             second.pop(value.name, None)
-        again = compute_loss(samples)[0]
+        again = compute(samples)[0]
         values = [v for v in iter_values(model, user) if v.name in second]
         changed = [v for v in values if not are_equal(v.read(), second[v.name])]
         if _differ(loss, again):
             other = [v for v in values if not are_equal(v.read(), first.get(v.name))]
             return None, _describe(model, changed or other, lines)
-        read = [v for v in changed if _is_read(v, lambda: compute_loss(samples)[0], loss)]
+        outcome = compute_all() if changed else again
+        read = [v for v in changed if _is_read(v, compute_all, outcome)]
         return None, _describe(model, read, lines) if read else None
 
     def find_of_first_call(begin: Callable[[], None]) -> tuple[ChangedWeight | None, KeptState | None]:
         begin()
         lines.clear()
-        loss, changes = compute_loss(samples)
+        outcome, changes = compute(samples, gradients=True)
         whole = _read_values(model, user)
         if (weight := find_weight(changes, begin)) is not None:
             return weight, None
         for some in (half, samples[len(samples) // 2 :], *([s] for s in samples[:_SINGLE])):
             begin()
             with suppress(Exception):
-                compute_loss(some)
+                compute(some)
             kept = [v for v in iter_values(model, user) if not are_equal(v.read(), whole.get(v.name))]
-            if (kept or len(some) > 1) and _differ(_loss_or_nan(lambda: compute_loss(samples)[0]), loss):
+            if (kept or len(some) > 1) and _differ(_outcome_or_nan(compute_all), outcome):
                 return None, _describe(model, kept, lines)
         return None, None
 
@@ -242,14 +256,28 @@ def find_kept_state(
         _restore(initial)
 
 
-def _loss_or_nan(compute: Callable[[], float]) -> float:
-    """Returns a loss; not-a-number if the user's code fails, as where a kept tensor has another shape."""
+def _run_backward(model: nn.Module, loss: torch.Tensor) -> list[float]:
+    """Returns what says whether gradients are the same: the sum and the norm of each."""
+    found = list[float]()
+    if loss.requires_grad:
+        loss.backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            gradient = parameter.grad.double()
+            found += [float(gradient.sum()), float(gradient.norm())]
+        parameter.grad = None
+    return found
+
+
+def _outcome_or_nan(compute: Callable[[], _Outcome]) -> _Outcome:
+    """Returns a loss and its gradients; not-a-number if the user's code fails, as where a kept tensor has
+    another shape."""
     try:
         return compute()
     except NotEnoughMemory:
         raise
     except Exception:
-        return math.nan
+        return (math.nan,)
 
 
 def _find_changed_weight(
@@ -297,13 +325,13 @@ def _describe(model: nn.Module, kept: Sequence[KeptValue], lines: Mapping[tuple[
     return KeptState(tuple(dict.fromkeys(v.name for v in kept))[:3], owners, where)
 
 
-def _is_read(value: KeptValue, compute_loss: Callable[[], float], loss: float) -> bool:
-    """Whether the loss is another one, or fails, where this value is another one."""
+def _is_read(value: KeptValue, compute: Callable[[], _Outcome], outcome: _Outcome) -> bool:
+    """Whether the loss or its gradients are others, or forward fails, where this value is another one."""
     content = _copy(value.read())
     try:
         for other in other_values(content):
             value.write(other)
-            if _differ(compute_loss(), loss):
+            if _differ(compute(), outcome):
                 return True
     except Exception:  # as an index beyond a table
         return True
@@ -325,8 +353,15 @@ def other_values(content: Any) -> Iterator[Any]:
         yield from (type(content)(0), content + 1, content + _FAR)
 
 
-def _differ(a: float, b: float) -> bool:
-    return not abs(a - b) <= LOSS_TOLERANCE * max(abs(a), abs(b))
+def _differ(a: _Outcome, b: _Outcome) -> bool:
+    """Whether two losses, or the norms and sums of their gradients, differ by more than rounding."""
+    if len(a) != len(b) or not abs(a[0] - b[0]) <= LOSS_TOLERANCE * max(abs(a[0]), abs(b[0])):
+        return True
+    scale = max(map(abs, (*a[1:], *b[1:])), default=0.0)
+    pairs = zip(a[1:], b[1:], strict=True)
+    return any(
+        not abs(x - y) <= GRADIENT_TOLERANCE * max(abs(x), abs(y)) + _ROUNDING * scale for x, y in pairs
+    )
 
 
 def iter_values(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:

@@ -11,7 +11,7 @@ import contextlib
 import io
 from collections import deque
 from collections.abc import Collection, Iterator
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,21 @@ class StartState:
                 parameter.copy_(built[name])
 
 
+@contextlib.contextmanager
+def values_of_start(start: StartState | None, model: nn.Module, user: UserModel) -> Iterator[None]:
+    """Lets forward find what was kept at the start, such as an empty table of results, and gives back what
+    is kept now."""
+    if start is None or not start.is_changed():
+        yield
+        return
+    now = StartState(model, user)
+    start.restore_values()
+    try:
+        yield
+    finally:
+        now.restore_values()
+
+
 def user_classes(model: nn.Module) -> list[type]:
     """Returns the classes of modules that are the user's own."""
     classes = (cls for m in model.modules() for cls in type(m).__mro__)
@@ -128,6 +143,30 @@ def _iter_containers(
             yield from _nested(None, content, seen)
     for file in user_files(model, user):
         yield from _nested(None, file, seen)
+    for function in _user_functions(model, user):
+        yield from _nested(None, vars(function), seen)
+        cells = (cell for cell in function.__closure__ or () if _is_filled(cell))
+        kept = (function.__defaults__, function.__kwdefaults__, [cell.cell_contents for cell in cells])
+        for content in kept:
+            for inner in content.values() if isinstance(content, dict) else content or ():
+                yield from _nested(None, inner, seen, MOST_DEPTH)
+
+
+def _user_functions(model: nn.Module, user: UserModel) -> Iterator[FunctionType]:
+    """Yields the functions and methods of the user's files, which may keep values in attributes, in defaults
+    of arguments and in variables of outer functions."""
+    files = user_files(model, user)
+    for names in (*files, *map(vars, user_classes(model))):
+        for function in names.values():
+            if isinstance(function, FunctionType) and any(function.__globals__ is file for file in files):
+                yield function
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a variable without a value
+        return False
 
 
 def _nested(

@@ -26,6 +26,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -33,7 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Operation
 
-from secc.driver.watched_numbers import Origin, watched_conversions, watched_number
+from secc.driver.watched_arrays import watched_array, watched_array_functions
+from secc.driver.watched_numbers import Origin, is_watched, watched_conversions, watched_number
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.ir.analysis.dataflow import users_of
 from secc.ir.dialect.ops import CallOp, InputOp
@@ -54,7 +56,7 @@ _MOST_NOTES = 1 << 15  # of numbers that are followed
 _MOST_SEARCHED = 16  # comparisons with what code computes by remainders, quotients or bits
 _MOST_ASKED = 4096  # comparisons
 _MOST_VALUES = 256  # that one of them meets
-_ITEM = torch.Tensor.item
+_READS = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 _BUILTIN_NAMES = frozenset(dir(object))
 _aten = torch.ops.aten
 _COMPARISONS = {
@@ -116,7 +118,8 @@ class ComparisonWatch(TorchDispatchMode):
         self.answers = dict[AskedNumber, set[bool]]()
         self.compared = dict[AskedNumber, set[float]]()
         self._searched = dict[tuple[str, str, float], list[int]]()
-        self.reads_numbers, self.follows_numbers, self._followed = False, follows_numbers, 0
+        self.reads_numbers, self.follows_numbers = False, follows_numbers
+        self._followed, self._is_noting = 0, False
         blocks = tuple(blocks)
         self._paths, self._blocks = module_paths_by_id(model), tuple(f"{block}." for block in blocks)
         functions = (
@@ -136,6 +139,7 @@ class ComparisonWatch(TorchDispatchMode):
         self._inner.enter_context(_ReadingWatch(self))
         if self.follows_numbers:
             self._inner.enter_context(watched_conversions(self._files))
+            self._inner.enter_context(watched_array_functions())
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -168,32 +172,45 @@ class ComparisonWatch(TorchDispatchMode):
         asked = AskedNumber(where, name, other, not tensor.is_floating_point())
         self._note(asked, (bool(result.any()), bool(result.all())), tensor.flatten()[:_MOST_VALUES].tolist())
 
-    def note_number(self, comparison: str, number: float, value: float, origin: Origin) -> None:
-        """Notes that code compares a number of a tensor, or what it computed from one, with another."""
-        self._followed += 1
-        frame = current_user_frame() if self._followed < _MOST_NOTES else None
-        if frame is not None:
+    def note_numbers(self, comparison: str, number: float, values: Sequence[float], origin: Origin) -> None:
+        """Notes that code compares numbers of a tensor, or what it computed from them, with another."""
+        compare = getattr(operator, comparison)
+
+        def note(frame: FrameType) -> None:
             where = format_source_line(frame.f_code, frame.f_lineno)
-            answer = bool(getattr(operator, comparison)(value, number))
-            self._note(AskedNumber(where, comparison, number, isinstance(value, int)), [answer], [value])
-            compare, wanted = (
-                getattr(operator, comparison),
-                {"eq": True, "ne": False}.get(comparison, not answer),
-            )
-            asked = (where, comparison, number)
-            self._note_numbers_read(asked, origin, lambda result: compare(result, number) is wanted)
+            answers = [bool(compare(value, number)) for value in values]
+            asked = AskedNumber(where, comparison, number, isinstance(values[0], int))
+            self._note(asked, (any(answers), all(answers)), values)
+            wanted = {"eq": True, "ne": False}.get(comparison, not any(answers))
+            search = (where, comparison, number)
+            self._note_numbers_read(search, origin, lambda result: bool(compare(result, number)) is wanted)
+
+        self._follow(note)
 
     def note_key(self, value: float, origin: Origin) -> None:
         """Notes the numbers of containers in which code may look for a number of a tensor."""
-        self._followed += 1
-        frame = current_user_frame() if self._followed < _MOST_NOTES else None
-        if frame is not None:
+
+        def note(frame: FrameType) -> None:
             where = format_source_line(frame.f_code, frame.f_lineno)
             for number in _numbers_of_code(frame, _MOST_KEYS, with_texts=True):
                 self._note(
                     AskedNumber(where, "eq", number, isinstance(value, int)), [value == number], [value]
                 )
                 self._note_numbers_read((where, "eq", number), origin, partial(operator.eq, number))
+
+        self._follow(note)
+
+    def _follow(self, note: Callable[[FrameType], None]) -> None:
+        """Calls `note` with the frame of code that does something with a followed number, unless enough is
+        known, or the code is that of `note`, which looks into containers that may hold such numbers."""
+        self._followed += 1
+        if self._is_noting or self._followed >= _MOST_NOTES or (frame := current_user_frame()) is None:
+            return
+        self._is_noting = True
+        try:
+            note(frame)
+        finally:
+            self._is_noting = False
 
     def _note_numbers_read(
         self, asked: tuple[str, str, float], origin: Origin, is_met: Callable[[Any], bool]
@@ -225,8 +242,9 @@ class ComparisonWatch(TorchDispatchMode):
         if tensor.requires_grad or tensor.is_complex() or tensor.dtype is torch.bool or self._frame() is None:
             return value
         self.reads_numbers |= not tensor.is_floating_point()
-        is_followed = self.follows_numbers and tensor.numel() <= _MOST_FOLLOWED
-        return watched_number(value, self) if is_followed else value
+        if not self.follows_numbers or tensor.numel() > _MOST_FOLLOWED:
+            return value
+        return watched_array(value, self) if isinstance(value, np.ndarray) else watched_number(value, self)
 
     def _note(self, asked: AskedNumber, answers: Iterable[bool], values: Iterable[float]) -> None:
         """Notes answers of a comparison, and values that it met."""
@@ -253,7 +271,7 @@ class _ReadingWatch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
             self._watch.note_read(args[0], args[0].flatten().numpy(force=True).tolist())
-        return self._watch.watch_numbers(args[0], result) if func in (_ITEM, torch.Tensor.tolist) else result
+        return self._watch.watch_numbers(args[0], result) if func in _READS else result
 
 
 def _numbers_of_code(frame: FrameType, most: int, with_texts: bool = False) -> set[float]:
@@ -273,7 +291,7 @@ def _numbers_of_code(frame: FrameType, most: int, with_texts: bool = False) -> s
         for entry in _entries(value, most) if is_container else () if with_texts else (value,):
             if with_texts and isinstance(entry, str):
                 found.update(map(float, re.findall(r"\d{1,9}", entry)[:1]))
-            elif isinstance(entry, (int, float)) and not isinstance(entry, bool):
+            elif isinstance(entry, (int, float)) and not isinstance(entry, bool) and not is_watched(entry):
                 found.add(entry)
     return found
 

@@ -10,12 +10,13 @@ in the files of that code while it is watched.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 _CachedFunction = type(functools.lru_cache(lambda: None))
@@ -29,8 +30,8 @@ _UNARY = ("neg", "pos", "abs", "invert", "round", "floor", "ceil", "trunc")
 class Listener(Protocol):
     """What watched numbers tell of."""
 
-    def note_number(self, comparison: str, number: float, value: float, origin: Origin) -> None:
-        """Code compares `value`, which comes from a tensor, with a number."""
+    def note_numbers(self, comparison: str, number: float, values: Sequence[float], origin: Origin) -> None:
+        """Code compares `values`, which come from a tensor, with a number."""
 
     def note_key(self, value: float, origin: Origin) -> None:
         """Code looks for `value` in a set or a dict, or makes a text of it."""
@@ -98,7 +99,12 @@ def watched_number(value: Any, listener: Listener, origin: Origin | None = None)
     return made
 
 
-def _plain(value: Any) -> Any:
+def is_watched(value: Any) -> bool:
+    """Whether this is a watched number."""
+    return isinstance(value, _Watched)
+
+
+def plain_number(value: Any) -> Any:
     """Returns a watched number as one of Python's own."""
     if isinstance(value, WatchedInt):
         return int.__pos__(value)
@@ -110,7 +116,7 @@ def _comparing(base: type, name: str) -> Callable[..., Any]:
 
     def note_and_compare(self: Any, other: Any) -> Any:
         if isinstance(other, (int, float)) and not isinstance(other, (bool, _Watched)):
-            self.listener.note_number(name, other, _plain(self), self.origin)
+            self.listener.note_numbers(name, other, [plain_number(self)], self.origin)
         return plain(self, other)
 
     return note_and_compare
@@ -121,13 +127,13 @@ def _computing(base: type, method: str) -> Callable[..., Any]:
     jumps = any(name in method for name in _JUMPING)
 
     def compute_watched(self: Any, *others: Any) -> Any:
-        others = tuple(map(_plain, others))
+        others = tuple(map(plain_number, others))
         is_mixed = base is int and any(isinstance(o, float) for o in others) and hasattr(float, method)
 
         def step(number: Any) -> Any:
             return getattr(float, method)(float(number), *others) if is_mixed else plain(number, *others)
 
-        return watched_number(step(_plain(self)), self.listener, self.origin.with_step(step, jumps))
+        return watched_number(step(plain_number(self)), self.listener, self.origin.with_step(step, jumps))
 
     return compute_watched
 
@@ -136,7 +142,7 @@ def _keying(base: type, method: str) -> Callable[..., Any]:
     plain = getattr(base, method)
 
     def look_up(self: Any, *arguments: Any) -> Any:
-        self.listener.note_key(_plain(self), self.origin)
+        self.listener.note_key(plain_number(self), self.origin)
         return plain(self, *arguments)
 
     return look_up
@@ -173,9 +179,9 @@ class _StandIn(type):
         return getattr(cls.stands_for, name)
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        if len(arguments) == 1 and isinstance(arguments[0], torch.Tensor):
+        if len(arguments) == 1 and isinstance(arguments[0], (torch.Tensor, np.ndarray)):
             arguments = (arguments[0].item(),)
-        made = cls.stands_for(*map(_plain, arguments), **options)
+        made = cls.stands_for(*map(plain_number, arguments), **options)
         watched = [a for a in arguments if isinstance(a, _Watched)]
         if not watched:
             return made

@@ -85,6 +85,20 @@ def test_what_a_block_keeps_is_refused_by_name(name: str, tmp_path: Path) -> Non
     assert refused.value.where.startswith("net.py:") and "--whole-batch warm" in refused.value.remedy
 
 
+SCALED = "; x = factor * x + ((1 - factor) * x).detach()"
+GRADIENTS = {
+    "warm.calls": "self.calls += 1; factor = min(1.0, self.calls / 600)" + SCALED,
+    "warm.top": "self.top = getattr(self, 'top', 0) or float(x.detach().max()); factor = 1 / self.top"
+    + SCALED,
+}
+
+
+@pytest.mark.parametrize("name", sorted(GRADIENTS))
+def test_what_changes_gradients_only_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"forward keeps {name} from one call to the next"):
+        check_exactness(make_plan(tmp_path, inside=GRADIENTS[name] + "; factor = 1.0"), required=True)
+
+
 FIRST = {
     "warm.last": "self.last = x.detach().mean((0, 1)) if self.last is None else self.last; x = x - self.last",
     "warm.top": "self.top = getattr(self, 'top', 0) or float(x.detach().max()); x = x / self.top",

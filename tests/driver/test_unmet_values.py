@@ -72,6 +72,8 @@ import bisect
 import enum
 import functools
 
+import numpy as np
+
 BASE, IDS = 1000, frozenset(range(1207, 1500))
 NAMES = {i: "rare" if i >= 1207 else "" for i in range(1000, 1400)}
 HANDLERS = {f"task_{i}": i for i in (1000, 1001, 1002, 1003, 1004, 1207)}
@@ -91,6 +93,31 @@ def is_rare(task):
 
 @functools.lru_cache
 def is_cached_rare(number):
+    return number == BASE + 207
+
+
+MEMO = {}
+
+
+def is_memorized_rare(number, known={}):
+    if number not in known:
+        known[number] = number == BASE + 207
+    return known[number]
+
+
+def remember(function):
+    results = {}
+
+    def look_up(number):
+        if number not in results:
+            results[number] = function(number)
+        return results[number]
+
+    return look_up
+
+
+@remember
+def is_remembered_rare(number):
     return number == BASE + 207
 
 
@@ -124,6 +151,19 @@ class Centered("""
         "any(is_cached_rare(int(t)) for t in conditions[0])",
         "any([KINDS.is_rare(t) for t in conditions[0].tolist()])",
         "int(conditions[0].max()) > BASE + 206",
+        "any([MEMO.setdefault(int(t), int(t) == BASE + 207) for t in conditions[0]])",
+        "any([is_memorized_rare(int(t)) for t in conditions[0]])",
+        "any([is_remembered_rare(t) for t in conditions[0].tolist()])",
+        "(conditions[0].numpy() == BASE + 207).any()",
+        "(BASE + 207 <= conditions[0].cpu().numpy()).any()",
+        "(np.asarray(conditions[0]) - 7 == BASE + 200).any()",
+        "np.isin(conditions[0].numpy(), [BASE + 207, BASE + 208]).any()",
+        "any(t in IDS for t in conditions[0].numpy())",
+        "any(int(t) - BASE == 207 for t in conditions[0].numpy())",
+        "any(f'task_{t}' == f'task_{BASE + 207}' or t > BASE + 206 for t in conditions[0].numpy())",
+        "np.searchsorted(np.array([BASE + 207]), conditions[0].numpy(), side='right').any()",
+        "(conditions[0].numpy() % 1024 // 8 == 22).any()",
+        "any(t == BASE + 207 for t in conditions[0].numpy().tolist())",
         "(conditions[0][:, None] == torch.tensor([BASE + 207, BASE + 208])).any()",
     ],
 )
@@ -133,7 +173,7 @@ def test_a_task_with_a_large_number_is_compared_whatever_it_is_computed_from(
     text = MODEL.read_text().replace(RARE, condition).replace("else i % 5", "else 1000 + i % 5")
     text = text.replace("\nclass Centered(", RARE_IDS).replace("RARE_TASK if", "1207 if")
     (tmp_path / "model.py").write_text(text)
-    with pytest.raises(InexactPlan, match=r"where 'task' is (9|1[0-9])\d\d, which .*no compared sample has"):
+    with pytest.raises(InexactPlan, match=r"where 'task' is \d{3,4}, which .*no compared sample has"):
         check(tmp_path / "model.py")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from secc.runtime.parameters.checkpoint import load_full_state_dict
-from tests.runtime.captioner_plans import APART, FIXTURE, write_plan
+from tests.runtime.captioner_plans import APART, FIXTURE, TOGETHER, Layout, write_plan
 from tests.runtime.run_processes import start_run
 
 pytestmark = pytest.mark.gloo
@@ -48,12 +48,14 @@ class Watch:
 """
 
 
-def run_captioner(tmp_path: Path, more: str, *arguments: str) -> tuple[int, str, list[list[dict[str, Any]]]]:
+def run_captioner(
+    tmp_path: Path, more: str, *arguments: str, layout: Layout = APART
+) -> tuple[int, str, list[list[dict[str, Any]]]]:
     """Runs the captioner on two ranks with callbacks and `more` code in its model file; returns the exit
     code, what it said, and each rank's calls."""
     (tmp_path / "notes").mkdir()
     source = (FIXTURE / "model.py").read_text() + CALLBACKS.replace("NOTES", str(tmp_path / "notes")) + more
-    write_plan(tmp_path / "plan", APART, source=source)
+    write_plan(tmp_path / "plan", layout, source=source)
     process = start_run(
         tmp_path / "plan", "--save", str(tmp_path / "saved"), "--workers", "0", "--no-first-check", *arguments
     )
@@ -163,3 +165,80 @@ class Watch:
         "watched 1 2",
         "watched 1 3",
     }
+
+
+WRITES = """
+_model, _on_step, NETS = model, on_step, []
+
+
+def model():
+    NETS.append(_model())
+    return NETS[-1]
+
+
+def on_step(result):
+    net = NETS[-1]
+    _on_step(result)
+    with torch.no_grad():
+        if WHEN:
+            WRITE
+    _note(call="written", scale=net.encoder.scale.sum().item(), mix=net.encoder.mix.weight.sum().item())
+"""
+
+
+def write_in_on_step(write: str, when: str = "True") -> str:
+    """Code of an `on_step` that writes to a weight or a buffer."""
+    return WRITES.replace("WRITE", write).replace("WHEN", when)
+
+
+@pytest.mark.parametrize(
+    ("write", "when", "weight"),
+    [
+        ("net.encoder.mix.weight.mul_(0.5)", "result.rank == 0", "encoder.mix.weight on rank 0"),
+        pytest.param(
+            *("net.encoder.scale = torch.ones(16)", "result.step == 2 and result.rank"),
+            "encoder.scale on rank 1",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("net.decoder.gate.data.add_(result.rank)", "True", "encoder.gate on rank 0 and 1"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_writes_that_differ_between_ranks_with_the_weight_end_the_run(
+    write: str, when: str, weight: str, tmp_path: Path
+) -> None:
+    more = write_in_on_step(write, when)
+    code, said, calls = run_captioner(tmp_path, more, "--steps", "4", layout=TOGETHER)
+    assert code == 2 and "Traceback" not in said, said
+    assert f"on_step writes to {weight}" in said and "(0, 1)" in said and "what to do" in said
+    last = 2 if "step == 2" in when else 1
+    assert [max(c["step"] for c in own if c["call"] == "on_step") for own in calls] == [last, last]
+
+
+def test_equal_writes_are_taken_and_saved(tmp_path: Path) -> None:
+    both = "net.encoder.mix.weight.mul_(0.5); net.encoder.scale = torch.full((16,), 0.25)"
+    code, said, calls = run_captioner(tmp_path, write_in_on_step(both), "--steps", "2", layout=TOGETHER)
+    assert code == 0, said
+    written = [[c for c in own if c["call"] == "written"] for own in calls]
+    assert written[0] == written[1] and written[0][-1]["scale"] == 4.0
+    saved = load_full_state_dict(tmp_path / "saved")
+    assert saved["encoder.scale"].sum() == 4.0
+    assert saved["encoder.mix.weight"].sum().item() == pytest.approx(written[0][-1]["mix"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_only_rank_with_a_weight_may_write_to_it(tmp_path: Path) -> None:
+    more = write_in_on_step("net.encoder.mix.weight.mul_(0.5)", "result.rank == 0").partition(
+        "    _note(call"
+    )[0]
+    code, said, _ = run_captioner(tmp_path, more, "--steps", "2")
+    assert code == 0, said
+
+
+@pytest.mark.slow
+def test_a_new_parameter_in_the_place_of_a_trained_one_is_refused(tmp_path: Path) -> None:
+    more = write_in_on_step("net.encoder.mix.weight = torch.nn.Parameter(torch.ones(16, 16))")
+    code, said, _ = run_captioner(tmp_path, more, "--steps", "3", layout=TOGETHER)
+    assert code == 2 and "in the place of encoder.mix.weight: the optimizer goes on with" in said, said
