@@ -91,10 +91,14 @@ class LossAndGradients:
 
 
 def run_eager(
-    model: nn.Module, batch: Mapping[str, Any], draws: MicroBatchDraws | None = None, watches: bool = True
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    draws: MicroBatchDraws | None = None,
+    watches: bool = True,
+    backward: bool = True,
 ) -> LossAndGradients:
-    """Runs one forward and backward of the model on `batch`. Gradients of the model are cleared before and
-    after.
+    """Runs one forward and, unless told otherwise, backward of the model on `batch`. Gradients of the model
+    are cleared before and after.
 
     draws: the random numbers of the batch's samples, for a model that draws any. Raises IndexError for
     targets that torch does not check, and NotEnoughMemory; without `watches` only where torch gets no memory.
@@ -104,7 +108,7 @@ def run_eager(
     with memory_errors():
         with watch if watches else nullcontext(), forward_context(draws):
             loss = extract_loss(model(**unflatten_batch(batch)))
-        if loss.requires_grad:  # not if what trains is what only other samples reach
+        if backward and loss.requires_grad:  # not if what trains is what only other samples reach
             with backward_context(draws):
                 loss.backward()
     loss_value = float(loss.detach().double())

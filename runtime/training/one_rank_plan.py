@@ -164,12 +164,13 @@ class OneRankPlan:
             raise
         return Reference(result, derive_tolerances(result.narrow))
 
-    def run_eager(self, samples: Sequence[Mapping[str, Any]]) -> LossAndGradients:
-        """Returns loss and gradients of plain PyTorch for one global batch, with the plan's random
-        numbers."""
+    def run_eager(self, samples: Sequence[Mapping[str, Any]], backward: bool = True) -> LossAndGradients:
+        """Returns loss and gradients of plain PyTorch for one global batch, with the plan's random numbers;
+        without `backward` only the loss."""
         draws = PlanRandomness(self.model, self.plan.draws, self.plan.symbols).draws_for(self.user, samples)
         with self._kept_changes() as changes:
-            result = run_eager(self.model, self._widen(self.user.collate(samples)), draws)
+            batch = self._widen(self.user.collate(samples))
+            result = run_eager(self.model, batch, draws, backward=backward)
         return dataclasses.replace(result, changes=changes)
 
     def compare_step(

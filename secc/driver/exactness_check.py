@@ -30,6 +30,7 @@ from secc.driver.set_between_steps import refuse_set_values
 from secc.driver.start_state import values_of_start
 from secc.driver.unmet_values import (
     MOST_TRIES,
+    AskedNumber,
     ComparisonWatch,
     UnmetValue,
     inputs_of_blocks,
@@ -580,7 +581,7 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         with watch:
             reference = _run_deterministic_reference(compiled, rank, samples)
     _check_decisions(compiled, rank, pattern)
-    sizes = _padding_sizes(compiled.plan)
+    sizes, drawn_once = _padding_sizes(compiled.plan), samples
     if len(sizes) > 1 and _may_draw_padding(compiled.plan):
         samples = list(samples) * _DRAWN_COPIES  # each with other numbers
         reference = _run_deterministic_reference(compiled, rank, samples)
@@ -611,7 +612,7 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         _compare_unmet_values(compiled, rank, samples, watch)
         _compare_whole_numbers(compiled, rank, pattern, samples, watch)
     if compiled.plan.draws and 1 in sizes:
-        check = _compare_extreme_coins(compiled, rank, samples, check)
+        check = _compare_extreme_coins(compiled, rank, drawn_once, check)
     return check
 
 
@@ -631,17 +632,21 @@ def _compare_unmet_values(
         watch = _follow_numbers(compiled, rank, samples) or watch
     answers = dict(watch.answers)
     tries, compared = itertools.count(), itertools.count()
+    trials = dict[tuple[str, float], ComparisonWatch | None]()
     for asked, unmet in iter_unmet_values(answers, samples):
         least, points = least_value(samples, unmet.key), list[tuple[float, float]]()
         if least is not None and watch.compared[asked]:
             points.append((least, min(watch.compared[asked])))
         while unmet is not None and len(answers[asked]) == 1:
-            if next(tries) == MOST_TRIES:
-                return
-            trial = _follow_numbers(compiled, rank, unmet.samples)
+            tried = unmet.key, unmet.value
+            if tried not in trials:
+                if next(tries) == MOST_TRIES:
+                    return
+                trials[tried] = _follow_numbers(compiled, rank, unmet.samples)
+            trial = trials[tried]
             if trial is None:
                 break  # plain PyTorch does not take the value
-            if asked not in trial.answers or not answers[asked] >= trial.answers[asked]:
+            if _shows_more(trial, answers, asked):
                 if next(compared) == _MOST_UNMET_VALUES:
                     return
                 _compare_unmet_value(compiled, rank, unmet)
@@ -653,19 +658,28 @@ def _compare_unmet_values(
             unmet = None if value is None else unmet_value(asked, samples, unmet.key, value)
 
 
+def _shows_more(trial: ComparisonWatch, answers: Mapping[AskedNumber, set[bool]], asked: AskedNumber) -> bool:
+    """Whether code took another way in a trial: a comparison has an answer that it never had, or `asked` is
+    not met. Numbers that code may compare count for `asked` only."""
+    if asked not in trial.answers:
+        return True
+    certain = ((a, found) for a, found in trial.answers.items() if a == asked or not a.is_guess)
+    return any(not answers.get(a, set()) >= found for a, found in certain)
+
+
 def _follow_numbers(
     compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]
 ) -> ComparisonWatch | None:
-    """Returns what blocks compare numbers with when plain PyTorch runs; None if it fails."""
+    """Returns what blocks compare numbers with when forward of plain PyTorch runs; None if it fails."""
     watch = _watch_comparisons(compiled, follows_numbers=True)
     try:
         with values_of_start(compiled.start, rank.model, compiled.user), watch:
-            _run_reference(compiled, rank, samples)
+            loss = rank.run_eager(samples, backward=False).loss
     except NotEnoughMemory:
         raise
-    except UserError:
+    except Exception:  # whatever the user's code raises for such samples
         return None
-    return watch
+    return watch if math.isfinite(loss) else None
 
 
 def _compare_unmet_value(compiled: CompiledPlan, rank: OneRankPlan, unmet: UnmetValue) -> None:

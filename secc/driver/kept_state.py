@@ -182,8 +182,8 @@ def find_kept_state(
             outcome = (float(loss.detach().double()), *(_run_backward(model, loss) if gradients else ()))
         return outcome, changes
 
-    def compute_all() -> _Outcome:
-        return compute(samples, gradients=True)[0]
+    def compute_all(gradients: bool = True) -> _Outcome:
+        return compute(samples, gradients=gradients)[0]
 
     def find_weight(changes: WeightChanges, begin: Callable[[], None] = lambda: None) -> ChangedWeight | None:
         if not changes.places:
@@ -233,7 +233,8 @@ def find_kept_state(
             with suppress(Exception):
                 compute(some)
             kept = [v for v in iter_values(model, user) if not are_equal(v.read(), whole.get(v.name))]
-            if (kept or len(some) > 1) and _differ(_outcome_or_nan(compute_all), outcome):
+            again = partial(compute_all, gradients=bool(kept))
+            if (kept or len(some) > 1) and _differ(_outcome_or_nan(again), outcome):
                 return None, _describe(model, kept, lines)
         return None, None
 
@@ -354,9 +355,11 @@ def other_values(content: Any) -> Iterator[Any]:
 
 
 def _differ(a: _Outcome, b: _Outcome) -> bool:
-    """Whether two losses, or the norms and sums of their gradients, differ by more than rounding."""
-    if len(a) != len(b) or not abs(a[0] - b[0]) <= LOSS_TOLERANCE * max(abs(a[0]), abs(b[0])):
+    """Whether two losses differ by more than rounding, or, where both are given, their gradients do."""
+    if not abs(a[0] - b[0]) <= LOSS_TOLERANCE * max(abs(a[0]), abs(b[0])):
         return True
+    if len(a) != len(b):
+        return min(len(a), len(b)) > 1
     scale = max(map(abs, (*a[1:], *b[1:])), default=0.0)
     pairs = zip(a[1:], b[1:], strict=True)
     return any(

@@ -31,22 +31,26 @@ _Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | type
 
 class StartState:
     """What the modules of a model (none for the meta model's, `with_modules=False`), their classes and the
-    globals of the user's files keep now."""
+    globals of the user's files keep now. Parameters are left out without `with_parameters`."""
 
-    def __init__(self, model: nn.Module, user: UserModel, with_modules: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, user: UserModel, with_modules: bool = True, with_parameters: bool = True
+    ) -> None:
         self._model, self._user = model, user
         containers = list(_iter_containers(model, user, with_modules))
         self._entries = [(owner, c, _read(c)) for owner, c in containers]
         arrays = ((owner, a) for owner, _, entries in self._entries for a in _arrays(entries))
         self._arrays = [(owner, a, _clone(a)) for owner, a in arrays]
-        self._sums = _sum_parameters(model) if with_modules else {}
+        self._sums = _sum_parameters(model) if with_modules and with_parameters else {}
 
     def is_changed(self) -> bool:
         """Whether anything is kept otherwise than at the start."""
-        return (
-            any(not _have_equal_entries(_read(c), start) for _, c, start in self._entries)
-            or any(not are_equal(a, start) for _, a, start in self._arrays)
-            or _sum_parameters(self._model) != self._sums
+        return self.has_other_values() or _sum_parameters(self._model) != self._sums
+
+    def has_other_values(self) -> bool:
+        """Whether anything but parameters is kept otherwise than at the start."""
+        return any(not _have_equal_entries(_read(c), start) for _, c, start in self._entries) or any(
+            not are_equal(a, start) for _, a, start in self._arrays
         )
 
     @torch.no_grad()
@@ -80,10 +84,10 @@ class StartState:
 def values_of_start(start: StartState | None, model: nn.Module, user: UserModel) -> Iterator[None]:
     """Lets forward find what was kept at the start, such as an empty table of results, and gives back what
     is kept now."""
-    if start is None or not start.is_changed():
+    if start is None or not start.has_other_values():
         yield
         return
-    now = StartState(model, user)
+    now = StartState(model, user, with_parameters=False)
     start.restore_values()
     try:
         yield

@@ -145,8 +145,9 @@ def watched_array_functions() -> Iterator[None]:
             if isinstance(value, torch.Tensor) and not value.requires_grad:
                 value = value.numpy(force=True)
             made = made_of(value, *others, **options)
-            is_kept = isinstance(value, WatchedArray) and value.listener is not None
-            return watched_array(made, value.listener, value.origin) if is_kept else made
+            if not isinstance(value, WatchedArray) or value.listener is None:
+                return made
+            return watched_array(made, value.listener, value.origin)
 
         return make_array
 

@@ -154,6 +154,7 @@ class Centered("""
         "any([MEMO.setdefault(int(t), int(t) == BASE + 207) for t in conditions[0]])",
         "any([is_memorized_rare(int(t)) for t in conditions[0]])",
         "any([is_remembered_rare(t) for t in conditions[0].tolist()])",
+        "(conditions[0] + 5 == BASE + 500).all() or (conditions[0] == BASE + 500).any()",
         "(conditions[0].numpy() == BASE + 207).any()",
         "(BASE + 207 <= conditions[0].cpu().numpy()).any()",
         "(np.asarray(conditions[0]) - 7 == BASE + 200).any()",
@@ -173,7 +174,7 @@ def test_a_task_with_a_large_number_is_compared_whatever_it_is_computed_from(
     text = MODEL.read_text().replace(RARE, condition).replace("else i % 5", "else 1000 + i % 5")
     text = text.replace("\nclass Centered(", RARE_IDS).replace("RARE_TASK if", "1207 if")
     (tmp_path / "model.py").write_text(text)
-    with pytest.raises(InexactPlan, match=r"where 'task' is \d{3,4}, which .*no compared sample has"):
+    with pytest.raises(InexactPlan, match=r"where 'task' is -?\d{3,4}, which .*no compared sample has"):
         check(tmp_path / "model.py")
 
 

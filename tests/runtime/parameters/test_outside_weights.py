@@ -95,8 +95,8 @@ def test_what_takes_the_place_of_a_weight_is_written_to_it_or_refused() -> None:
     net = nn.BatchNorm1d(2)
     net.bias.requires_grad_(False)
     tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    tables = {"weight": net._parameters, "bias": net._parameters, "running_mean": net._buffers}
-    slots = [(name, table, name) for name, table in tables.items()]
+    tables = {"weight": "_parameters", "bias": "_parameters", "running_mean": "_buffers"}
+    slots = [(name, vars(net)[table], name) for name, table in tables.items()]
     weights, written = PartialWeights(0, {}, {}, tensors, {}, slots), set[str]()
 
     def assign() -> None:
@@ -105,7 +105,8 @@ def test_what_takes_the_place_of_a_weight_is_written_to_it_or_refused() -> None:
 
     weights.watch_callback("on_step", assign, written)()
     assert net.bias is tensors["bias"] and net.bias.tolist() == [5.0, 5.0]
-    assert net.running_mean is tensors["running_mean"] and net.running_mean.tolist() == [6.0, 6.0]
+    mean = net.running_mean
+    assert mean is not None and mean is tensors["running_mean"] and mean.tolist() == [6.0, 6.0]
     assert written == {"bias", "running_mean"}
     for name, value in (("weight", nn.Parameter(torch.ones(2))), ("running_mean", torch.ones(3))):
         with pytest.raises(UserError, match=f"puts something else in the place of {name}"):
