@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,24 +69,53 @@ def scaled_gradient_hooks(model: nn.Module, scale: float) -> Iterator[None]:
             table[key] = hook
 
 
+@contextmanager
+def scaled_backwards(functions: Iterable[type[torch.autograd.Function]], scale: float) -> Iterator[None]:
+    """Do the same with the backwards of a user's `autograd.Function` classes, and with hooks that forward
+    registers on tensors."""
+    register, backwards = torch.Tensor.register_hook, [(f, vars(f)["backward"]) for f in functions]
+
+    def register_scaled(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        return register(tensor, _scale_hook(hook, scale))
+
+    torch.Tensor.register_hook = register_scaled  # type: ignore[method-assign]
+    for function, backward in backwards:
+        function.backward = staticmethod(_scale_backward(backward.__func__, scale))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.register_hook = register  # type: ignore[method-assign]
+        for function, backward in backwards:
+            function.backward = backward  # type: ignore[method-assign]
+
+
+def _scale_backward(backward: Callable[..., Any], scale: float) -> Callable[..., Any]:
+    @functools.wraps(backward)
+    def run_scaled(ctx: Any, *gradients: Any) -> Any:
+        return _scale_tensors(backward(ctx, *_scale_tensors(gradients, scale)), 1 / scale)
+
+    return run_scaled
+
+
 def _scale_hook(hook: Callable[..., Any], scale: float) -> Callable[..., Any]:
     @functools.wraps(hook)
     def run_scaled(*args: Any) -> Any:
         if isinstance(args[0], nn.Parameter):  # after its gradient has been added up
-            args[0].grad = scale_tensors(args[0].grad, scale)
+            args[0].grad = _scale_tensors(args[0].grad, scale)
             hook(args[0])
-            args[0].grad = scale_tensors(args[0].grad, 1 / scale)
+            args[0].grad = _scale_tensors(args[0].grad, 1 / scale)
             return None
-        given = scale_tensors(args, scale)
+        given = _scale_tensors(args, scale)
         found = hook(*given)
         if found is None and isinstance(args[0], torch.Tensor):
             found = given[0]  # which it may have changed
-        return scale_tensors(found, 1 / scale)
-
-    def scale_tensors(value: Any, factor: float) -> Any:
-        return tree_map(lambda t: t * factor if isinstance(t, torch.Tensor) else t, value)
+        return _scale_tensors(found, 1 / scale)
 
     return run_scaled
+
+
+def _scale_tensors(value: Any, factor: float) -> Any:
+    return tree_map(lambda t: t * factor if isinstance(t, torch.Tensor) else t, value)
 
 
 def describe_hook(hook: Callable[..., Any]) -> tuple[str, str]:

@@ -27,6 +27,7 @@ from secc.driver.kept_state import refuse_kept_state
 from secc.driver.optional_inputs import ChangingInput, find_changing_input
 from secc.driver.python_draws import GeneratorStates, draws_error, naming_draws
 from secc.driver.set_between_steps import refuse_set_values
+from secc.driver.size_branches import find_size_branch
 from secc.driver.start_state import values_of_start
 from secc.driver.unmet_values import (
     MOST_TRIES,
@@ -41,8 +42,9 @@ from secc.driver.unmet_values import (
     unmet_value,
     whole_numbers,
 )
+from secc.driver.user_backwards import user_backwards
 from secc.errors import InexactPlan, NotEnoughMemory, UserError
-from secc.frontend.capture.batch_decisions import BatchDecisions, DecisionCause
+from secc.frontend.capture.batch_decisions import MAX_BATCH_SAMPLES, BatchDecisions, DecisionCause
 from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
 from secc.frontend.capture.result_sizes import find_result_without_padding, find_size_of_values
 from secc.frontend.dataset.light_samples import count_entries, select_light_samples
@@ -603,6 +605,8 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         return check
     with gradient_hooks.scaled_gradient_hooks(rank.model, _HOOK_SCALE):
         _refuse_gradient_hooks(rank, samples)
+    _refuse_bounded_backwards(compiled, rank, samples)
+    _compare_many_samples(compiled, rank, samples)
     if not compiled.plan.checks.get("accepted"):
         refuse_set_values(
             compiled.user,
@@ -842,6 +846,53 @@ def _refuse_gradient_hooks(
             " batch are clipped by secc run --clip"
         )
         raise InexactPlan(message, where or str(rank.user.path), remedy)
+
+
+def _refuse_bounded_backwards(
+    compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises InexactPlan if the plan, which is exact, is not so where a backward of the user's, or a hook
+    that forward registers on a tensor, sees larger gradients."""
+    found = user_backwards(rank.model, compiled.user)
+    if not found.functions and not found.hooked:
+        return
+    with gradient_hooks.scaled_backwards(found.functions, _HOOK_SCALE):
+        comparison = rank.compare_step(samples, CHECK_MICRO_BATCH, _run_reference(compiled, rank, samples))
+    if comparison.is_exact:
+        return
+    message = (
+        f"where gradients are {_HOOK_SCALE:g} times as large, a backward of your own or a hook on a tensor"
+        f" ({', '.join(found.names)}) gives another gradient for micro-batches than for the whole batch: it"
+        " sees a part of the samples"
+    )
+    remedy = (
+        "treat the gradient of each sample by itself (a factor, `g.clamp`, a norm over its own dims);"
+        " gradients of the whole batch are clipped by secc run --clip"
+    )
+    raise InexactPlan(message, found.where or str(rank.user.path), remedy)
+
+
+def _compare_many_samples(
+    compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises UserError if the plan, which is exact, is not so for as many samples as a global batch has,
+    where blocks may decide by sizes."""
+    assert compiled.model is not None
+    count = min(compiled.plan.global_batch, MAX_BATCH_SAMPLES)
+    blocks = [b for section in compiled.plan.sections if not section.whole_batch for b in section.blocks]
+    if len(samples) >= count or compiled.plan.checks.get("accepted"):
+        return
+    if not (where := find_size_branch(compiled.model, blocks)):
+        return
+    many = [dict(sample) for sample in itertools.islice(itertools.cycle(samples), count)]
+    if count_entries(compiled.model, many) > _MOST_ENTRIES:
+        return
+    if rank.compare_step(many, CHECK_MICRO_BATCH, _run_reference(compiled, rank, many)).is_exact:
+        return
+    if coupling := _find_coupling(compiled, many):
+        raise coupling
+    message = f"{DecisionCause.SIZE}: {count} samples take another way than few of them"
+    raise UserError(message, where, _SIZE_REMEDY)
 
 
 def refuse_small_batches(compiled: CompiledPlan, samples: Sequence[Mapping[str, Any]]) -> None:

@@ -1,0 +1,112 @@
+"""What blocks do for many samples only, or for large gradients only, is compared with plain PyTorch, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from secc.driver.compile import CompiledPlan, compile_model
+from secc.driver.compile_options import CompileOptions
+from secc.driver.exactness_check import check_exactness
+from secc.errors import InexactPlan, UserError
+
+MODEL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def center(x):
+    return x - x.mean(0, keepdim=True)
+
+
+class Bounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return BOUNDED
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = x + torch.tanh(self.mix(x))
+        INSIDE
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = Layer(), Layer(), nn.Linear(16, 5)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(self.second(self.first(x))), y)
+
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+
+def dataset():
+    g = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(16, generator=g), "y": torch.randint(0, 5, (), generator=g)} for _ in range(96)]
+"""
+
+
+def check(folder: Path, inside: str = "pass", bounded: str = "g") -> CompiledPlan:
+    path = folder / "net.py"
+    path.write_text(MODEL.replace("INSIDE", inside).replace("BOUNDED", bounded))
+    compiled = compile_model(path, CompileOptions(cluster="local:2", global_batch=64))
+    return check_exactness(compiled, required=True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = center(x) if len(x) >= 32 else x",
+        "x = x - x[:32].mean(0) if x.shape[0] * x.shape[1] > 512 else x",
+        "x = torch.cat([x[:32], center(x[32:])])",
+    ],
+)
+def test_what_blocks_do_for_many_samples_is_compared(line: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"when other samples come|take another way than few") as refused:
+        check(tmp_path, line)
+    assert "net.py:" in refused.value.where
+
+
+def test_branches_by_sizes_that_keep_samples_apart_are_accepted(tmp_path: Path) -> None:
+    line = "x = torch.cat([F.relu(part) for part in x.split(8)]) if x.size(0) > 8 else F.relu(x)"
+    assert check(tmp_path, line).plan.checks["patterns"]
+
+
+BOUND = "g * (1.0 / {}).clamp(max=1.0)"
+
+
+@pytest.mark.parametrize(
+    ("inside", "bounded"),
+    [
+        ("x = Bounded.apply(x)", BOUND.format("g.norm()")),
+        (f"x.register_hook(lambda g: {BOUND.format('g.norm()')})", "g"),
+    ],
+)
+def test_gradients_that_are_bounded_over_the_samples_are_refused(
+    inside: str, bounded: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InexactPlan, match="1024 times as large, a backward of your own or a hook") as refused:
+        check(tmp_path, inside, bounded)
+    assert "net.py:" in refused.value.where
+
+
+def test_gradients_that_are_bounded_for_each_sample_are_accepted(tmp_path: Path) -> None:
+    inside = "x = Bounded.apply(x); x.register_hook(lambda g: g.clamp(-0.1, 0.1))"
+    made = check(tmp_path, inside, BOUND.format("g.norm(dim=-1, keepdim=True)"))
+    assert made.plan.checks["patterns"]
