@@ -31,11 +31,12 @@ from secc.ir.dialect.ops import (
     strings_attr,
     strings_of,
 )
-from secc.ir.dialect.readable_names import ACCEPTED_ATTRIBUTE, LOGGED_ATTRIBUTE
+from secc.ir.dialect.python_attributes import int_attr
+from secc.ir.dialect.readable_names import ACCEPTED_ATTRIBUTE, FIRST_PASS_ATTRIBUTE, LOGGED_ATTRIBUTE
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.ir.text_io.verifier import source_line
 from secc.passes.loss.approximations import check_approximations, describe_accepted
-from secc.passes.loss.batch_statistics import name_statistic
+from secc.passes.loss.batch_statistics import count_passes_before, name_statistic
 from secc.passes.loss.buffer_constants import copy_for_leaf
 from secc.passes.loss.coefficient import (
     SCALAR_TYPE,
@@ -323,6 +324,10 @@ def _rewrite_case(
         gathered.op.properties["args"] = StringAttr(f'$0, "{current}"')
         properties = {"sym": StringAttr(current)} | _where_property(part)
         terms.append(shop.add_op(TermOp.create(operands=[gathered.rows], properties=properties)))
+    passes = dict[Operation, int]()
+    for term in (t for t in terms if isinstance(t, TermOp)):
+        if behind := count_passes_before(term.numerator, passes):
+            term.attributes[FIRST_PASS_ATTRIBUTE] = int_attr(behind + 1)
     for key, part in zip(keys, found.parts, strict=True):
         current = names.name_term(key, only or _name_of_whole(found.context, part) or term_label(part))
         numerator, coefficient = _scalar_numerator(found.context, part, shares.get(key, SAMPLE_COUNT_SYMBOL))

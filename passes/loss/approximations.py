@@ -16,7 +16,7 @@ from secc.errors import UserError
 from secc.ir.dialect.ops import CallOp, Computation
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.ir.text_io.verifier import source_line
-from secc.passes.loss.batch_statistics import is_function_of_sums, use_batch_statistics
+from secc.passes.loss.batch_statistics import is_function_of_sums, reads_values_of_sums, use_batch_statistics
 from secc.passes.loss.loss_context import DEFAULT_REMEDY, LossContext, has_one_entry
 from secc.passes.loss.value_states import LOCAL_STATE, StatisticUse, ValueState
 
@@ -56,10 +56,11 @@ def take_function_of_sums(
     several = isinstance(op, CallOp) or _takes_several_numbers(ctx, op)
     if ctx.statistic_use is StatisticUse.ALL or (several and ctx.statistic_use is not StatisticUse.NONE):
         return use_batch_statistics(ctx, op, why)
+    is_offered = is_function_of_sums(ctx, op) or reads_values_of_sums(ctx, op)
     if not several:
-        return ctx.refuse_op(op, why, remedy + (GLOBAL_SUMS_OFFER if is_function_of_sums(ctx, op) else ""))
+        return ctx.refuse_op(op, why, remedy + (GLOBAL_SUMS_OFFER if is_offered else ""))
     if BALANCE_LOSS not in ctx.accept:
-        offer = _BALANCE_OFFER if is_function_of_sums(ctx, op) else _ACCEPT_OFFER  # sums inside a block
+        offer = _BALANCE_OFFER if is_offered else _ACCEPT_OFFER  # sums inside a block
         return ctx.refuse_op(op, why, remedy + offer)
     ctx.accepted.add(op)
     return LOCAL_STATE

@@ -118,7 +118,7 @@ def state_of_addition(ctx: LossContext, op: Computation) -> ValueState | None:
                 continue
             shaped = broadcast_part(ctx, op, part.scale_by(sign), type)
             if shaped is None:
-                return ctx.refuse_op(op, "combines each sample with a sum over all samples")
+                return take_function_of_sums(ctx, op, "combines each sample with a sum over all samples")
             parts.append(shaped)
         if term_parts(ctx, term) is None:
             return _add_to_stack(
@@ -176,17 +176,18 @@ def _select_entry(ctx: LossContext, op: Computation, part: SumPart, index: int) 
     return part.with_atom(entry)
 
 
-def count_few_entries(ctx: LossContext, op: Computation) -> int | None:
-    """The number of entries of a result that is a short vector of known length; None for others."""
-    shape = tensor_type(op.results[0]).shape
+def count_few_entries(value: SSAValue) -> int | None:
+    """The number of entries of a short vector of known length; None for others."""
+    shape = tensor_type(value).shape
     is_short = len(shape) == 1 and shape[0].is_Integer and 1 < shape[0] <= _MOST_ENTRIES
     return int(shape[0]) if is_short else None
 
 
 def apply_to_entries(ctx: LossContext, op: Computation) -> ValueState | None:
     """An op on short vectors of coefficients (a count for each codebook), entry by entry. None for others."""
-    count = count_few_entries(ctx, op) if op.base_name in ENTRYWISE_OPS and isinstance(op, GlueOp) else None
-    if count is None or not isinstance(op, GlueOp):
+    if not isinstance(op, GlueOp) or op.base_name not in ENTRYWISE_OPS:
+        return None
+    if (count := count_few_entries(op.results[0])) is None:
         return None
     items = list[ValueState]()
     for i in range(count):
@@ -211,7 +212,7 @@ def _scale_items(
     """A short vector of sums times, or divided by, a vector of coefficients, entry by entry. None for
     others."""
     items = list[ValueState]()
-    for i in range(count_few_entries(ctx, op) or 0):
+    for i in range(count_few_entries(op.results[0]) or 0):
         parts, factor = parts_of_entry(ctx, op, scaled, i), coefficient_of_entry(ctx, op, weight, i)
         if parts is None or factor is None:
             return None

@@ -25,8 +25,10 @@ from secc.ir.dialect.argument_template import CallArguments, format_arguments
 from secc.ir.dialect.ops import CallOp, Computation, GlueOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT
-from secc.passes.loss.loss_context import WHOLE_BATCH_MODULE, LossContext
+from secc.passes.loss.gathered_rows import GATHER_TARGET
+from secc.passes.loss.loss_context import STATISTIC_TARGET, WHOLE_BATCH_MODULE, LossContext
 from secc.passes.loss.numerators import make_numerator
+from secc.passes.loss.op_tables import ENTRYWISE_OPS, PICKING_OPS
 from secc.passes.loss.value_states import (
     LOCAL_STATE,
     LocalState,
@@ -37,7 +39,6 @@ from secc.passes.loss.value_states import (
 )
 from secc.runtime.plan.schema import SAMPLE_COUNT_SYMBOL
 
-STATISTIC_TARGET = "batch.statistic"  # glue that `SectionModule.statistic` computes
 _MIXED_REMEDY = (
     "apply such a function to sums and means over the whole batch only, not to single samples; or "
     f"{WHOLE_BATCH_MODULE}"
@@ -67,6 +68,24 @@ def reads_statistics(value: SSAValue) -> bool:
     return False
 
 
+def count_passes_before(value: SSAValue, known: dict[Operation, int]) -> int:
+    """Return the number of forwards of all micro-batches that must have run before a micro-batch computes a
+    value as plain PyTorch does: the most values of the global batch that it reads one behind the other.
+    known: numbers of ops that were counted before; new ones are added."""
+    waiting = [value.owner]
+    while waiting:
+        op = waiting[-1]
+        if op in known or not isinstance(op, Operation):
+            waiting.pop()
+        elif new := [o.owner for o in op.operands if isinstance(o.owner, Operation) and o.owner not in known]:
+            waiting += new
+        else:
+            owners = [o.owner for o in op.operands if isinstance(o.owner, Operation)]
+            is_read = isinstance(op, GlueOp) and op.target.data in (STATISTIC_TARGET, GATHER_TARGET)
+            known[op] = max((known[o] for o in owners), default=0) + is_read
+    return known[value.owner] if isinstance(value.owner, Operation) else 0
+
+
 def is_function_of_sums(ctx: LossContext, op: Computation) -> bool:
     """Whether an op computes from sums over the batch, and what counts once for it, a value of the batch."""
     if isinstance(op, CallOp) or any(ctx.carries_samples(v) for v in (*op.operands, *op.results)):
@@ -78,10 +97,24 @@ def is_function_of_sums(ctx: LossContext, op: Computation) -> bool:
     )
 
 
+def reads_values_of_sums(ctx: LossContext, op: Computation) -> bool:
+    """Whether an op computes rows of samples from sums over the batch that have no gradient (advantages less
+    their mean over the batch): only the values of these sums matter then."""
+    if not isinstance(op, GlueOp) or op.base_name not in ENTRYWISE_OPS | PICKING_OPS:
+        return False
+    sums = [o for o in op.operands if not isinstance(ctx.state_of(o), LocalState)]
+    return all(
+        bool(ctx.parts_of(o))
+        and not tensor_type(o).requires_grad
+        and not any(d.free_symbols for d in tensor_type(o).shape)
+        for o in sums
+    )
+
+
 def use_batch_statistics(ctx: LossContext, op: Computation, why: str) -> ValueState:
     """Lets `op`, which is not linear, take sums over the global batch; returns the state of its result, which
     counts once for the batch. Bad where it mixes sums with single samples, or sums inside a block."""
-    if not is_function_of_sums(ctx, op):
+    if not is_function_of_sums(ctx, op) and not reads_values_of_sums(ctx, op):
         some = ctx.statistic_use is StatisticUse.SEVERAL_NUMBERS
         return ctx.refuse_op(op, why, _NO_STATISTIC_REMEDY if some else _MIXED_REMEDY)
     for index, operand in enumerate(op.operands):

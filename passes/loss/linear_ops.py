@@ -32,8 +32,9 @@ from secc.passes.loss.coefficient import (
     coefficient_of_number,
 )
 from secc.passes.loss.loss_context import LossContext, has_one_entry
-from secc.passes.loss.op_tables import RESHAPE_OPS
+from secc.passes.loss.op_tables import PICKING_OPS, RESHAPE_OPS
 from secc.passes.loss.pending_ops import get_argument
+from secc.passes.loss.picked_entries import pick_entries
 from secc.passes.loss.value_states import LocalState, StackState, SumPart, SumState, ValueState
 
 # `where(mask, x, 0)` and `where(mask, 0, x)`.
@@ -48,6 +49,8 @@ def state_of_linear(ctx: LossContext, op: Computation) -> ValueState | Sequence[
         or not all(ctx.is_plain(o) for o in op.operands[1:])
     ):
         return None
+    if op.base_name in PICKING_OPS and not isinstance(ctx.state_of(op.operands[0]), LocalState):
+        return pick_entries(ctx, op)
     state = ctx.state_of(op.operands[0])
     if isinstance(state, StackState):
         return _stack_items(op, state)
@@ -126,7 +129,7 @@ def _choose_by_coefficients(
     before any forward: each entry's coefficients are chosen. None for others."""
     is_scalar = not tensor_type(op.results[0]).dims
     entries = list[SumState]()
-    for i in range(1 if is_scalar else count_few_entries(ctx, op) or 0):
+    for i in range(1 if is_scalar else count_few_entries(op.results[0]) or 0):
         condition, parts = coefficient_of_entry(ctx, op, mask, i), list[SumPart]()
         for term, (target, args) in zip(terms, _WHERE_OR_ZERO, strict=True):
             found = parts_of_entry(ctx, op, term, i)

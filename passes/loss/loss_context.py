@@ -33,6 +33,7 @@ from secc.passes.loss.value_states import (
     BadState,
     GatheredRows,
     LocalState,
+    PickedEntries,
     ReadStatistic,
     StackState,
     StatisticUse,
@@ -43,6 +44,7 @@ from secc.passes.loss.value_states import (
 
 WIDTH_KIND, DATA_KIND = "width", "data"
 COUNT_TYPE = TensorType.from_dims([], "i64")
+STATISTIC_TARGET = "batch.statistic"  # glue that `SectionModule.statistic` computes
 WHOLE_BATCH_MODULE = (
     "put the lines that work on all samples into an nn.Module of their own that returns rows, and name it"
     " with --whole-batch: it then takes all samples of a step at once"
@@ -81,6 +83,7 @@ class LossContext:
             set[Operation](),
         )  # approximations, and the ops that one was taken for
         self.states: dict[SSAValue, ValueState] = {}
+        self.picked: dict[SSAValue, PickedEntries] = {}
         kinds = {name: op.kind.data for name, op in graph.symbols.items()}
         self.width_symbols = {name for name, kind in kinds.items() if kind == WIDTH_KIND}
         self.data_symbols = {name for name, kind in kinds.items() if kind == DATA_KIND}
@@ -99,7 +102,7 @@ class LossContext:
         pure = (
             isinstance(op, InputOp | ConstOp)
             or is_known_buffer(op)
-            or (isinstance(op, GlueOp) and not is_random_op(op))
+            or (isinstance(op, GlueOp) and not is_random_op(op) and op.target.data != STATISTIC_TARGET)
         )
         if pure and all(o in self.input_only_values for o in op.operands):
             self.input_only_values.update(op.results)

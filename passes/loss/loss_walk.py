@@ -11,10 +11,9 @@ from secc.ir.analysis import recorded_glue
 from secc.ir.dialect.ops import CallOp, CaseOp, Computation, ConstOp, GlueOp, GraphOp, InputOp, ReturnOp
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss import arithmetic, linear_ops, reductions
-from secc.passes.loss.batch_statistics import STATISTIC_TARGET
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient
 from secc.passes.loss.gathered_rows import compute_on_gathered, offer_names, states_on_gathered
-from secc.passes.loss.loss_context import LossContext, has_one_entry
+from secc.passes.loss.loss_context import STATISTIC_TARGET, LossContext, has_one_entry
 from secc.passes.loss.op_tables import (
     ENTRY_LOSSES,
     LABEL_LOSSES,
@@ -23,6 +22,7 @@ from secc.passes.loss.op_tables import (
     REDUCTION_OPS,
     ROW_LOSSES,
 )
+from secc.passes.loss.picked_entries import apply_to_picked
 from secc.passes.loss.sample_mixing import (
     find_mixing,
     find_mixing_by_numbers,
@@ -53,7 +53,7 @@ STATE_RULES: dict[str, LossRule] = (
     | dict.fromkeys(["_to_copy", "to", "float", "double"], linear_ops.state_of_cast)
     | dict.fromkeys(["add", "sub", "rsub"], arithmetic.state_of_addition)
     | dict.fromkeys(["sum", "mean"], reductions.state_of_sum_or_mean)
-    | dict.fromkeys(["histc", "scatter_add", "index_add"], reductions.state_of_histogram)
+    | dict.fromkeys(["histc", "bincount", "scatter_add", "index_add"], reductions.state_of_histogram)
     | dict.fromkeys(["stack", "cat"], linear_ops.state_of_stack)
     | dict.fromkeys(
         ["full", "scalar_tensor", "fill", "zeros", "ones", "new_zeros", "new_ones", "new_full"],
@@ -175,6 +175,8 @@ def _states_of_micro_batch(ctx: LossContext, op: Computation) -> list[ValueState
         return [LOCAL_STATE] * len(op.results)  # the numeric check decides whether it keeps samples apart
     if (bad := find_mixing(ctx, op)) is not None:
         return [bad] * len(op.results)
+    if (picked := apply_to_picked(ctx, op)) is not None:
+        return [picked]
     rule = STATE_RULES.get(op.base_name)
     found = rule(ctx, op) if rule is not None else None
     if found is None:

@@ -90,6 +90,9 @@ LINEAR_OPS = frozenset({
     "split_copy", "split_with_sizes_copy",
 })  # fmt: skip
 
+# Entries of operand 0 are picked by numbers in operand 1.
+PICKING_OPS = frozenset({"index", "index_select"})
+
 # Each entry of the result depends on the same entry of each operand.
 ENTRYWISE_OPS = frozenset({
     "abs", "add", "ceil", "clamp", "clamp_max", "clamp_min", "div", "eq", "exp", "expm1", "floor", "ge", "gt",

@@ -31,6 +31,7 @@ from secc.passes.loss.op_tables import (
     ROW_LOSSES,
 )
 from secc.passes.loss.pending_ops import format_with_argument, get_argument
+from secc.passes.loss.picked_entries import states_of_weighted_labels
 from secc.passes.loss.value_states import (
     BadState,
     LocalState,
@@ -122,16 +123,20 @@ def _adds_up(op: Computation) -> bool:
 
 
 def state_of_histogram(ctx: LossContext, op: Computation) -> ValueState | None:
-    """Counts and sums by class over samples: `histc` between fixed bounds, `scatter_add` and `index_add` into
-    zeros."""
+    """Counts and sums by class over samples: `histc` between fixed bounds, `bincount` of a least length,
+    `scatter_add` and `index_add` into zeros."""
     if (
         not all(ctx.is_plain(o) for o in op.operands)
         or ctx.carries_samples(op.results[0])
         or not any(ctx.carries_samples(o) for o in op.operands)
     ):
         return None
-    bounds = get_argument(op, 2, "min", 0), get_argument(op, 3, "max", 0)
-    fixed = bounds[0] != bounds[1] if op.base_name == "histc" else ctx.literal_value(op.operands[0]) == 0
+    if op.base_name == "histc":
+        fixed = get_argument(op, 2, "min", 0) != get_argument(op, 3, "max", 0)
+    elif op.base_name == "bincount":
+        fixed = get_argument(op, 2, "minlength", 0) > 0
+    else:
+        fixed = ctx.literal_value(op.operands[0]) == 0
     return SumState((SumPart(UNIT_COEFFICIENT, op.results[0], True, op),)) if fixed else None
 
 
@@ -173,6 +178,8 @@ def states_of_label_loss(ctx: LossContext, op: Computation) -> ValueState | Sequ
     number of the others."""
     type = tensor_type(op.operands[0])
     reduction = get_argument(op, 3, "reduction", REDUCTION_MEAN)
+    if ctx.sample_dims(type) and len(op.operands) > 2 and not ctx.is_plain(op.operands[2]):
+        return states_of_weighted_labels(ctx, op)
     if not ctx.sample_dims(type) or not all(ctx.is_plain(o) for o in op.operands):
         return None
     if ctx.sample_dims(type)[0] == min(1, len(type.dims) - 1):

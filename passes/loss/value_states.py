@@ -59,6 +59,14 @@ class ReadStatistic:
 
 
 @dataclass(frozen=True)
+class PickedEntries:
+    """Entries of a short vector of coefficients, one for each row by its label: `(1 / counts)[labels]`."""
+
+    labels: SSAValue
+    coefficients: tuple[Coefficient, ...]
+
+
+@dataclass(frozen=True)
 class GatheredRows:
     """Rows of all samples that glue reads (`gathered_rows`). op: the glue; it gets its name when terms get
     theirs. rows: the micro-batch's own, one for each sample. blocks: where they come from."""

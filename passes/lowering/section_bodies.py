@@ -196,7 +196,7 @@ class _OpCopier:
 
     def add_term(self, term: TermOp, value: SSAValue) -> None:
         properties = {k: v for k, v in term.properties.items() if k != "section"}
-        self.ops.append(TermOp.create(operands=[value], properties=properties))
+        self.ops.append(TermOp.create(operands=[value], properties=properties, attributes=term.attributes))
 
     def add_constant_one(self) -> SSAValue:
         op = SizeOp.create(

@@ -26,6 +26,7 @@ MAX_RANKS = 1 << 16
 MAX_STATISTIC_ENTRIES = 1 << 20
 MAX_SAMPLES = 1 << 20  # of a global batch
 _MAX_DIM = 63
+_MAX_FIRST_PASSES = 64
 _MAX_EXPRESSION = 1 << 16  # characters
 
 _REMEDY = "compile the model again"
@@ -616,8 +617,9 @@ _PLAN = shapes.record(
                     "coefficient": _TEXT,
                     "where": _TEXT,
                     "entries": shapes.integer(1, MAX_STATISTIC_ENTRIES),
+                    "first_pass": shapes.integer(1, _MAX_FIRST_PASSES),
                 },
-                optional=("entries",),
+                optional=("entries", "first_pass"),
             )
         ),
         "ties": _records(

@@ -335,7 +335,7 @@ class LossTerm:
     Terms of a logged scalar that forward returns in addition to the loss are named `log:NAME:`, with a number
     if there are several. Two kinds belong to no loss and are found in a first pass: statistics of the global
     batch, named `batch:NAME`, with `entries` numbers, and rows of all its samples, named `rows:NAME`, with
-    `entries` numbers for each.
+    `entries` numbers for each. What is computed from such values is found in the next forward, `first_pass`.
     """
 
     name: str
@@ -343,6 +343,7 @@ class LossTerm:
     coefficient: str
     where: str = ""
     entries: int = 1
+    first_pass: int = 1
 
     @property
     def logged_scalar(self) -> str:

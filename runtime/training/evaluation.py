@@ -30,7 +30,7 @@ from secc.runtime.sections.batch_statistic import BatchValues
 from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.evaluation_data import SetName
 from secc.runtime.training.evaluation_outputs import OutputGatherer
-from secc.runtime.training.first_pass import has_statistics, sum_statistics
+from secc.runtime.training.first_pass import count_first_passes, sum_statistics
 from secc.runtime.training.rank_context import RankContext
 from secc.runtime.training.step_batches import StepBatches
 
@@ -134,7 +134,7 @@ class Evaluator:
     def evaluate(self) -> list[EvaluationResult]:
         """Evaluates all sets; every rank returns the same. Collective."""
         seconds, statistics = dict.fromkeys(self._data.lengths, 0.0), dict[SetName, BatchValues]()
-        if has_statistics(self._data.plan):
+        for _ in range(count_first_passes(self._data.plan)):
             for name, found in self._run_pass(seconds, statistics).items():
                 statistics[name] = sum_statistics(
                     self._data.plan,

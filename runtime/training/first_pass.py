@@ -8,6 +8,9 @@ so a step begins with a forward of all micro-batches without gradients, in train
 random numbers, on the ranks and in the order of an evaluation. Sums over ranks are in float64. The pass that
 trains reads them (`SectionModule.statistic`, `SectionModule.gathered`). Buffers that forwards change are put
 back, so that they change once in a step.
+
+A sum may depend on another one (a mean of losses that are compared with a mean over the batch). Then
+a second pass, which reads what the first one found, finds it, and so on.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ from secc.runtime.training.evaluation_data import evaluation_plan
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 
-def has_statistics(plan: Plan) -> bool:
-    """Returns whether steps of a plan need a first pass."""
-    return any(is_statistic(t.name) for t in plan.terms)
+def count_first_passes(plan: Plan) -> int:
+    """Returns the number of first passes of a step: more than one if some statistic depends on another."""
+    return max((t.first_pass for t in plan.terms if is_statistic(t.name)), default=0)
 
 
 def sum_statistics(
@@ -90,11 +93,14 @@ class FirstPass:
         sum_over_ranks: SumOverRanks,
     ) -> BatchValues:
         """Returns the statistics and rows of a global batch. Collective."""
-        step = StepInput(self.schedule(samples), samples, load_batch, None, seed)
-        with torch.no_grad(), _kept_buffers(self._model), self._engine.stopwatch.paused():
-            self._engine.run_step(step)
-        found = self._engine.numerators
-        return sum_statistics(self.plan, found, coefficients, len(samples), sum_over_ranks)
+        found: BatchValues = {}
+        for _ in range(count_first_passes(self.plan)):
+            step = StepInput(self.schedule(samples), samples, load_batch, None, seed, statistics=found)
+            with torch.no_grad(), _kept_buffers(self._model), self._engine.stopwatch.paused():
+                self._engine.run_step(step)
+            numerators = self._engine.numerators
+            found = sum_statistics(self.plan, numerators, coefficients, len(samples), sum_over_ranks)
+        return found
 
 
 @contextmanager

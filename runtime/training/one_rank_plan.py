@@ -56,7 +56,7 @@ from secc.runtime.training.eager_reference import (
 )
 from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.evaluation_outputs import OutputGatherer
-from secc.runtime.training.first_pass import FirstPass, has_statistics
+from secc.runtime.training.first_pass import FirstPass, count_first_passes
 from secc.runtime.training.widened_floats import (
     is_missing_kernel,
     narrower_floats,
@@ -385,7 +385,7 @@ class OneRankPlan:
         )
         with installed_temporarily(self.model, plan.rewrites, self._fused_source):
             statistics: BatchValues = {}
-            if has_statistics(plan):
+            if count_first_passes(plan):
                 first = FirstPass(plan, self.model, engine)
                 statistics = first.find_statistics(
                     metas, batch_of, coefficients, REFERENCE_SEED, lambda own: own

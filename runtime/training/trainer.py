@@ -83,7 +83,7 @@ from secc.runtime.training.best_checkpoint import BestCheckpoint
 from secc.runtime.training.callbacks import Callbacks, StepResult
 from secc.runtime.training.engine import Engine, StepInput
 from secc.runtime.training.evaluation import EvaluationResult, Evaluator
-from secc.runtime.training.first_pass import FirstPass, has_statistics
+from secc.runtime.training.first_pass import FirstPass, count_first_passes
 from secc.runtime.training.generation import FUNCTION, SampleGenerator
 from secc.runtime.training.nonfinite_search import NonFiniteEvent, NonFiniteSearch
 from secc.runtime.training.offloaded_activations import ActivationOffload
@@ -210,7 +210,7 @@ class Trainer:
         self._time_collectives(groups, exchange_groups | norm_groups)
         self._first_pass = (
             FirstPass(self.plan, model, self.engine, self.options.order)
-            if has_statistics(self.plan)
+            if count_first_passes(self.plan)
             else None
         )
         self._callbacks, self._any_rank_hears_steps = Callbacks(context.user_model, callbacks), False

@@ -65,8 +65,9 @@ class BodyPrinter:
     """Prints one method or function. `attributes` maps block paths to the section's attributes.
 
     In a section, values come from `self`; in terms.py (`terms=True`) the function stands alone, receives are
-    leaves and symbols are those of the global batch. With `frees`, results of blocks and glue are deleted
-    once nothing needs them, so that only what the backward needs stays in memory.
+    leaves and symbols are those of the global batch. With `one_sample`, it is called with each sample alone.
+    With `frees`, results of blocks and glue are deleted once nothing needs them, so that only what the
+    backward needs stays in memory.
     """
 
     graph: GraphOp
@@ -75,6 +76,7 @@ class BodyPrinter:
     names: dict[SSAValue, str] = field(default_factory=dict[SSAValue, str])
     terms: bool = False
     whole_batch: bool = False
+    one_sample: bool = False
     frees: bool = False
     parts: dict[int, str] = field(
         default_factory=dict[int, str]
@@ -137,7 +139,7 @@ class BodyPrinter:
                 if more.is_Integer and times.is_Integer:
                     rows = f"batch[{string_literal(key.key.data)}].shape[{dim}]"
                     return f"({rows} - {more}) // {times}" if more else f"{rows} // {times}"
-        return "self.sample_count()"
+        return "1" if self.one_sample else "self.sample_count()"
 
     def _bind_name(self, value: SSAValue, wish: str) -> str:
         self.names[value] = self.scope.claim_name(value.name_hint or wish)

@@ -42,7 +42,12 @@ from secc.ir.dialect.ops import (
     section_of,
     strings_of,
 )
-from secc.ir.dialect.readable_names import ACCEPTED_ATTRIBUTE, LOGGED_ATTRIBUTE, OUT_OF_TURN_ATTRIBUTE
+from secc.ir.dialect.readable_names import (
+    ACCEPTED_ATTRIBUTE,
+    FIRST_PASS_ATTRIBUTE,
+    LOGGED_ATTRIBUTE,
+    OUT_OF_TURN_ATTRIBUTE,
+)
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.ir.dialect.typed_attributes import ShardAttr, StyleAttr, UnsplitAttr
 from secc.ir.text_io.module_text import print_module
@@ -362,6 +367,7 @@ def _plan_terms(graph: GraphOp) -> tuple[schema.LossTerm, ...]:
             texts.get(name, "1"),
             op.where.data if op.where else "",
             prod(int(d) for d in tensor_type(op.numerator).shape[is_gathered(name) :]),
+            attribute_value(op, FIRST_PASS_ATTRIBUTE, 1),
         )
         for name, op in owners.items()
     )

@@ -250,7 +250,7 @@ def constants_of(graph: GraphOp, section: str) -> list[str]:
 
 
 def _leaf_method(graph: GraphOp, ops: Sequence[Operation], leaf: LeafOp, name: str) -> SectionMethod:
-    printer = BodyPrinter(graph, {}, terms=True)
+    printer = BodyPrinter(graph, {}, terms=True, one_sample=not any(map(is_random_op, ops)))
     lines = printer.print_lines(ops)
     return SectionMethod(name, lines, {}, {leaf.sym.data: printer.name_of(leaf.value)}, ())
 

@@ -20,9 +20,10 @@ from secc.ir.dialect.ops import GraphOp, graph_of
 from secc.report.step_figures import StepFigures
 from secc.report.text_table import seconds_text
 from secc.runtime.monitoring.run_summary import SAMPLE_SECONDS_KEY, predict_sample_seconds
-from secc.runtime.plan.schema import Plan, Section, is_statistic
+from secc.runtime.plan.schema import Plan, Section
 from secc.runtime.plan.step_program import SampleMeta
 from secc.runtime.training.evaluation_data import evaluation_plan
+from secc.runtime.training.first_pass import count_first_passes
 from secc.simulate.chrome_trace import make_chrome_trace
 from secc.simulate.events import SimulatedStep
 from secc.simulate.simulator import simulate
@@ -62,7 +63,7 @@ def preview_step(compiled: CompiledPlan) -> StepPreview:
         return StepPreview(plan, None, {})
     if "widths_price" in plan.checks:
         plan = _price_widths(plan, graph, step)
-    if any(is_statistic(t.name) for t in plan.terms):
+    if count_first_passes(plan):
         plan = _note_first_pass(plan, graph, step)
     plan = add_simulated_step(plan, step)
     if computations > MAX_DRAWN_COMPUTATIONS:
@@ -86,9 +87,11 @@ def _note_first_pass(plan: Plan, graph: GraphOp, step: SimulatedStep) -> Plan:
     """Returns the plan with a note on what the forward before each step takes, which figures leave out."""
     first = simulate_drawn_step(evaluation_plan(plan), graph)
     assert first is not None
+    passes = count_first_passes(plan)
+    forwards = "a forward" if passes == 1 else f"{passes} forwards, one behind the other,"
     note = (
-        f"each step begins with a forward of all micro-batches, for values that the loss takes from the whole"
-        f" batch: {seconds_text(max(first.program_ends) / 1e9)} in addition to the"
+        f"each step begins with {forwards} of all micro-batches, for values that the loss takes from the"
+        f" whole batch: {seconds_text(passes * max(first.program_ends) / 1e9)} in addition to the"
         f" {seconds_text(step.end / 1e9)} of the simulated step, which other figures leave out"
     )
     notes = {"notes": [*plan.checks.get("notes", []), note]}

@@ -447,7 +447,7 @@ def _replace_one(old: Any, value: float) -> Any:
             return None
         if not is_float and old.dtype is not torch.bool and abs(value) > torch.iinfo(old.dtype).max:
             return None
-        new = old.clone()
+        new = old.clone(memory_format=torch.contiguous_format)
         new.view(-1)[old.numel() // 2] = value
         return new
     if isinstance(old, bool):

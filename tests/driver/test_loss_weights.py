@@ -10,6 +10,7 @@ from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
+from tests.passes.loss_examples import MODEL as LOSS_MODEL
 
 MODEL = """
 import torch
@@ -56,3 +57,21 @@ def test_a_divisor_of_a_parameter_is_refused_by_its_name(tmp_path: Path) -> None
 def test_a_divisor_of_a_buffer_is_exact(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL.replace("DECLARE", BUFFER))
     assert check_exactness(compile_model(tmp_path / "net.py", OPTIONS), required=True).plan.checks["patterns"]
+
+
+COUNTED = {
+    "inverse": "w = 1 / torch.bincount(kinds, minlength=6)[kinds]; return (w * nll).sum() / w.sum()",
+    "effective": "w = 0.1 / (1 - 0.9 ** torch.bincount(kinds, minlength=6)); return (w[kinds] * nll).mean()",
+    "weight of cross_entropy": "w = len(x) / (6 * torch.bincount(kinds, minlength=6).clamp(min=1)); return"
+    " F.cross_entropy(y.mean(1), kinds, weight=w)",
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_weights_of_classes_may_come_from_how_often_these_are_in_the_batch(name: str, tmp_path: Path) -> None:
+    lines = (
+        "kinds = labels[:, 0].clamp(min=0); nll = F.cross_entropy(y.mean(1), kinds, reduction='none'); "
+        + COUNTED[name]
+    )
+    (tmp_path / "counted.py").write_text(LOSS_MODEL.format(body=f"        {lines}"))
+    check_exactness(compile_model(tmp_path / "counted.py", CompileOptions("local:2", 8)), required=True)

@@ -97,3 +97,44 @@ def test_a_line_that_draws_more_often_with_an_optional_input_is_named(tmp_path: 
     (tmp_path / "remedied.py").write_text(remedied)
     made = compile_model(tmp_path / "remedied.py", CompileOptions(cluster="local:2", global_batch=12))
     check_exactness(made, required=True)
+
+
+EITHER = """
+import torch
+from torch import nn
+
+
+class Forecast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hours, self.days = nn.Linear(4, 1), nn.Linear(8, 1)
+
+    def forward(self, hours=None, days=None):
+        total, count = 0.0, 0.0
+        for series, net in ((hours, self.hours), (days, self.days)):
+            if series is not None:
+                seen = ~series.isnan().view(len(series), 2, -1)
+                error = net(series.nan_to_num()).square() * seen[..., 0, None].any(1)
+                total, count = total + error.sum(), count + seen.sum()
+        return total / count
+
+
+def model():
+    torch.manual_seed(0)
+    return Forecast()
+
+
+def dataset():
+    g = torch.Generator().manual_seed(0)
+    made = [torch.randn(1, 4 + 4 * (i % 3 == 0), generator=g) for i in range(24)]
+    for i, series in enumerate(made):
+        series[0, i % 4] = float("nan")
+    return [{"days" if i % 3 == 0 else "hours": series} for i, series in enumerate(made)]
+"""
+
+
+def test_a_divisor_may_be_counted_where_each_input_is_optional(tmp_path: Path) -> None:
+    """So no input of each sample says how many samples there are."""
+    (tmp_path / "model.py").write_text(EITHER)
+    made = compile_model(tmp_path / "model.py", CompileOptions(cluster="local:2", global_batch=12))
+    check_exactness(made, required=True)

@@ -10,7 +10,13 @@ import torch
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
-from secc.driver.unmet_values import AskedNumber, ComparisonWatch, iter_unmet_values, whole_numbers
+from secc.driver.unmet_values import (
+    AskedNumber,
+    ComparisonWatch,
+    iter_unmet_values,
+    unmet_value,
+    whole_numbers,
+)
 from secc.errors import InexactPlan, UserError
 from secc.frontend.dataset.survey import DatasetSurvey, DrawnSample
 from tests.models import unmet_task
@@ -291,6 +297,13 @@ def test_both_sides_of_an_order_are_tried() -> None:
     samples = [{"t": torch.tensor(0.5)}, {"t": torch.tensor(0.25)}]
     tried = [float(unmet.samples[0]["t"]) for _, unmet in iter_unmet_values({late: {False}}, samples)]
     assert min(tried) < 0.8 < max(tried)
+
+
+def test_numbers_that_do_not_stand_in_a_row_are_replaced() -> None:
+    edges = torch.tensor([[0, 1], [1, 2], [2, 0]]).T  # as graphs have them
+    asked = AskedNumber("net.py:3", "eq", 1, is_whole=True)
+    unmet = unmet_value(asked, [{"edges": edges}, {"edges": edges}], "edges", 7)
+    assert unmet is not None and unmet.samples[0]["edges"].flatten()[3] == 7
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])

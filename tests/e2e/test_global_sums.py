@@ -17,7 +17,9 @@ from secc.errors import UserError
 from secc.report.html_page import report_page
 from secc.runtime.model.user_file import load_model_file
 from secc.runtime.parameters.checkpoint import load_full_state_dict
+from secc.runtime.plan.schema import is_statistic
 from tests.e2e.harness import read_metrics, run_plan_ranks
+from tests.passes.loss_examples import MODEL as LOSS_MODEL
 from tools.compare_training import (
     find_differences,
     train_distributed,
@@ -85,6 +87,46 @@ def test_a_function_of_sums_that_some_batches_lack_is_refused_with_its_cause(tmp
         compile_model(tmp_path / "seen.py", CompileOptions(global_sums=True))
     line = text.splitlines()[int(refused.value.where.rpartition(":")[2]) - 1]
     assert "norm()" in line or "more" in line
+
+
+VALUES_ONLY = (
+    "torch.sigmoid(y.mean((1, 2)) - y.mean((1, 2)).mean().detach()).mean()",
+    "-(y.log_softmax(-1) / y.softmax(-1).mean((0, 1)).detach()).mean()",
+    "(y.square().mean(1) * t.mean((0, 1)).exp()).mean()",
+)
+
+
+@pytest.mark.parametrize("loss", VALUES_ONLY)
+def test_a_sum_without_a_gradient_may_meet_single_samples(loss: str, tmp_path: Path) -> None:
+    (tmp_path / "values.py").write_text(LOSS_MODEL.format(body=f"        return {loss}"))
+    with pytest.raises(UserError) as refused:
+        compile_model(tmp_path / "values.py", CompileOptions("local:2", 8))
+    assert "--global-sums" in refused.value.remedy
+    options = CompileOptions("local:2", 8, global_sums=True)
+    check_exactness(compile_model(tmp_path / "values.py", options), required=True)
+
+
+NESTED = {
+    "preferences, compared with their mean": """
+        shift = (y.sum((1, 2)) - t.sum((1, 2))).mean().detach().clamp(min=0)
+        return torch.sigmoid(y.mean((1, 2)) - shift).nanmean()
+""",
+    "values, normalised by mean and deviation": """
+        mean = y.mean((1, 2)).mean().detach().clamp(min=-9)
+        deviation = (y.mean((1, 2)) - mean).square().mean().sqrt().detach()
+        return torch.tanh((y.mean((1, 2)) - mean) / deviation).square().mean()
+""",
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_sum_that_reads_another_one_is_found_in_a_later_forward(name: str, tmp_path: Path) -> None:
+    (tmp_path / "nested.py").write_text(LOSS_MODEL.format(body=NESTED[name]))
+    options = CompileOptions("local:2", 8, global_sums=True)
+    compiled = compile_model(tmp_path / "nested.py", options)
+    passes = [t.first_pass for t in compiled.plan.terms if is_statistic(t.name)]
+    assert max(passes) == len({*passes}) > 1
+    check_exactness(compiled, required=True)
 
 
 TEACHER = """class Choice(nn.Module):

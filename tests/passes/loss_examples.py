@@ -8,6 +8,7 @@ weight for each sample.
 
 from __future__ import annotations
 
+CLASSES, TWO_FOR_NONE = "targets.clamp(min=0)", "targets.masked_fill(targets < 0, 2)"
 CLASS_COUNTS = "F.one_hot(labels.clamp(min=0), 6).mul(known[..., None]).sum((0, 1))"
 MODEL = """
 import torch, torch.nn.functional as F
@@ -64,6 +65,15 @@ GROUPS = {
     "memory with any entries": [
         "(torch.empty_like(y).fill_(2.0) * y.square()).mean()",
         "torch.where(mask[..., None] < 0, torch.empty_like(y), y).square().mean()",
+    ],
+    "weights by how often labels are in the batch": [
+        f"(F.cross_entropy(rows, targets, reduction='none') / {CLASS_COUNTS}[{CLASSES}].clamp(min=1)).sum()",
+        f"(F.cross_entropy(rows, targets, reduction='none') * {CLASS_COUNTS}.reciprocal()[{CLASSES}]).mean()",
+        f"((1 - 0.9 ** {CLASS_COUNTS}).index_select(0, {CLASSES})[:, None] * rows.square()).mean()",
+        f"F.cross_entropy(rows, targets, weight=known.sum() / {CLASS_COUNTS}.clamp(min=1))",
+        f"F.cross_entropy(rows, targets, weight=1 / ({CLASS_COUNTS} + 1), reduction='sum') / len(x)",
+        f"F.cross_entropy(rows, targets, weight=1 / ({CLASS_COUNTS} + 1), reduction='none').mean()",
+        f"F.cross_entropy(rows, {TWO_FOR_NONE}, weight=1 / ({CLASS_COUNTS} + 1), ignore_index=2)",
     ],
     "rows put where a mask is": [
         "torch.zeros_like(y[:, 0]).masked_scatter((share > -1)[:, None].expand(-1, 6), y[:, 0]).exp().mean()",

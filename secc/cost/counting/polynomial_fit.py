@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations_with_replacement
 
 import numpy as np
 import sympy
@@ -35,6 +35,7 @@ class SizeGrid:
 
 GRIDS = (SizeGrid(16, 8, 72), SizeGrid(16, 8, 48), SizeGrid(8, 4, 24), SizeGrid(4, 2, 12), SizeGrid(2, 1, 6))
 
+_MOST_MONOMIALS = 64  # each costs a run
 Exponents = tuple[int, ...]
 MeasureAt = Callable[[dict[str, int]], Sequence[int]]
 
@@ -55,8 +56,11 @@ def fit_polynomials(
             measured[point] = measure(dict(zip(names, point, strict=True)))
         return measured[point]
 
+    bases = list(_candidate_bases(names, kinds))
     held_out = tuple(grid.held_out + grid.step * i for i in range(len(names)))
-    for basis in _candidate_bases(names, kinds):
+    if bases:
+        counts_at(held_out)  # first, since large sizes may be beyond a limit of the code
+    for basis in bases:
         points = [tuple(grid.first + grid.step * e for e in exponents) for exponents in basis]
         polynomials = _solve_coefficients(names, basis, points, [counts_at(p) for p in points])
         sizes = dict(zip(names, held_out, strict=True))
@@ -92,15 +96,24 @@ def fit_mean_cost(terms: Sequence[Expr], points: Sequence[Sequence[int]], values
 def _candidate_bases(names: list[str], kinds: Mapping[str, str]) -> Iterator[list[Exponents]]:
     """Yield sets of exponents closed under division: measurements at `first + step * exponents`
     determine the polynomial uniquely."""
-    rows, widths = (
-        [i for i, n in enumerate(names) if (kinds[n] == "rows") is wanted] for wanted in (True, False)
+    rows = [i for i, n in enumerate(names) if kinds[n] == "rows"]
+    widths = [i for i, n in enumerate(names) if kinds[n] != "rows"]
+    of_rows, of_widths = _monomials(rows, 1), _monomials(widths, 2)
+    if len(of_rows) * len(of_widths) > _MOST_MONOMIALS:
+        return
+    chosen = [r + w for r in of_rows for w in of_widths]
+    first, second = (
+        sorted(tuple(m.count(i) for i in range(len(names))) for m in monomials)
+        for monomials in (chosen, _monomials(range(len(names)), 3))
     )
-    candidates = list(product(range(4), repeat=len(names)))
-    first = [e for e in candidates if sum(e[i] for i in rows) <= 1 and sum(e[i] for i in widths) <= 2]
     yield first
-    second = [e for e in candidates if sum(e) <= 3]
-    if set(second) - set(first):
+    if set(second) - set(first) and len(second) <= _MOST_MONOMIALS:
         yield second
+
+
+def _monomials(symbols: Sequence[int], degree: int) -> list[tuple[int, ...]]:
+    """Return all products of at most `degree` of these symbols."""
+    return [m for d in range(degree + 1) for m in combinations_with_replacement(symbols, d)]
 
 
 def _solve_coefficients(

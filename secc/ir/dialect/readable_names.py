@@ -17,6 +17,7 @@ KNOWN_BUFFER_ATTRIBUTE = (
 ACCEPTED_ATTRIBUTE = (
     "accepted"  # the attribute of a graph that says which approximations of the loss were taken, and where
 )
+FIRST_PASS_ATTRIBUTE = "first_pass"  # of a term that later forwards of a step find: the number of the forward
 LOGGED_ATTRIBUTE = "logged"  # the attribute of a graph that says of what is logged what is no exact sum
 # the attribute of a call with layers that ran twice, or not in the order of their definition, or with
 # parameters that code outside of the layers took

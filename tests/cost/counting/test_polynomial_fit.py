@@ -59,3 +59,13 @@ def test_measures_each_size_once() -> None:
 
     fit_polynomials(measure, {"B": "rows", "S": "width"})
     assert len(seen) == len(set(seen)) == 7
+
+
+def test_many_symbols_are_not_fitted() -> None:
+    """A call that takes tensors of four tasks has a dozen sizes, and each monomial would cost a run."""
+    kinds = {f"n{i}": "rows" for i in range(4)} | {f"S{i}": "width" for i in range(7)}
+
+    def measure(sizes: dict[str, int]) -> list[int]:
+        raise AssertionError("it was run")
+
+    assert fit_polynomials(measure, kinds) is None
