@@ -127,6 +127,12 @@ class ForwardSource:
         """Return the numbers of the statements that read a variable."""
         return [i for i, s in enumerate(self.statements) if variable in _names(s, ast.Load)]
 
+    def returns_in(self, first: int, last: int) -> bool:
+        """Return whether a range holds a return from forward."""
+        return any(
+            isinstance(n, ast.Return) for s in self.statements[first : last + 1] for n in _walk_function(s)
+        )
+
     def widen_range(self, first: int, last: int) -> tuple[int, int]:
         """Return the smallest range around first to last that can be outlined. Lists that it changes in place
         begin in it, and so do functions that forward defines, and tensors for which it wants gradients.

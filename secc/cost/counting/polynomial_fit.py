@@ -58,8 +58,9 @@ def fit_polynomials(
 
     bases = list(_candidate_bases(names, kinds))
     held_out = tuple(grid.held_out + grid.step * i for i in range(len(names)))
-    if bases:
-        counts_at(held_out)  # first, since large sizes may be beyond a limit of the code
+    if bases:  # the smallest and the largest sizes first: these may be beyond a limit of the code
+        counts_at((grid.first,) * len(names))
+        counts_at(held_out)
     for basis in bases:
         points = [tuple(grid.first + grid.step * e for e in exponents) for exponents in basis]
         polynomials = _solve_coefficients(names, basis, points, [counts_at(p) for p in points])

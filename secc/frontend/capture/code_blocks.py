@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -135,6 +135,8 @@ class StatementChoice:
         self._user, self._model = user, model
         self.first_error: UserError | None = None  # for which statements are tried
         self._present = StatementBlocks()
+        # Around the place of an error, and its argument or module.
+        self._ranges_at = dict[tuple[str, str | None], list[StatementRange]]()
         self._choices = list[StatementBlocks]()  # in place of the present ones, the next one first
         self._later, self._last = (
             list[StatementBlocks](),
@@ -195,7 +197,10 @@ class StatementChoice:
             return
         if isinstance(error, BlockError) and error.path in self.chosen_paths:
             return
-        inside, _ = self._find_ranges(error, [])
+        place = (error.where, error.argument if isinstance(error, GlueError) else error.path)
+        if place not in self._ranges_at:
+            self._ranges_at[place], _ = self._find_ranges(error, [])
+        inside = self._ranges_at[place]
         free = [r for r in inside if not any(map(r.shares_statements, self._present.ranges))]
         more = [self._present.with_range(r, error) for r in free]
         lists = {e.argument for e in self._present.errors if isinstance(e, GlueError)}
@@ -233,11 +238,17 @@ class StatementChoice:
         inside, returning, called = list[StatementRange](), list[StatementRange](), ""
         while True:
             with suppress(AttributeError):
-                ranges = list(_ranges_around(self._model, path, file, line, called, listed, why_not))
-                inside += [r for r, returns in ranges if not (returns or decides)]
-                returning += [r for r, returns in ranges if returns and not path]
+
+                def is_wanted(returns: bool, of_model: bool = not path) -> bool:
+                    if returns:
+                        return of_model and len(returning) < _MAX_RETURNING
+                    return not decides and len(inside) < _MAX_RANGES
+
+                around = ranges_around(self._model, path, file, line, called, listed, why_not, is_wanted)
+                for statements, returns in around:
+                    (returning if returns else inside).append(statements)
             if not path:
-                return inside[:_MAX_RANGES], returning[:_MAX_RETURNING]
+                return inside, returning
             path, _, called = path.rpartition(".")
 
 
@@ -279,13 +290,21 @@ def describe_time_ended(
     return error
 
 
-def _ranges_around(
-    model: nn.Module, path: str, file: str, line: int, called: str, listed: str, why_not: list[str]
+def ranges_around(
+    model: nn.Module,
+    path: str,
+    file: str,
+    line: int,
+    called: str,
+    listed: str,
+    why_not: list[str],
+    is_wanted: Callable[[bool], bool],
 ) -> Iterator[tuple[StatementRange, bool]]:
     """Yields ranges of statements of a module's forward, and whether they return its result: around those
     that read the argument `listed`, or a line, or the statement that calls the function with this line, or
     else the submodule `called`. Those without lists that later statements read come first, small ones before
-    large ones."""
+    large ones. is_wanted: whether more ranges that return the result, or that do not, are wanted: to take one
+    out takes time."""
     module = model.get_submodule(path)
     name = name_forward(module, is_model_file_module)
     if name is None:
@@ -316,8 +335,11 @@ def _ranges_around(
             except NotOutlinable as error:
                 why_not.append(str(error))
     for first, last in sorted(spans, key=lambda s: (source.lists_read_after(*s), s[1] - s[0], -s[0])):
+        returns = source.returns_in(first, last)
+        if not is_wanted(returns):
+            continue
         try:
-            returns = outline_statements(forward, module, first, last).returns
+            outline_statements(forward, module, first, last)
         except NotOutlinable as error:
             why_not.append(str(error))
         else:

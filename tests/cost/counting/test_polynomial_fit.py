@@ -18,7 +18,7 @@ def test_recovers_any_polynomial_of_its_basis(coefficients: list[int]) -> None:
     wanted = size_expr.parse_expr(
         " + ".join(f"{c}*{m}" for c, m in zip(coefficients, MONOMIALS, strict=True))
     )
-    assert fit_polynomials(lambda sizes: [size_expr.evaluate_size(wanted, sizes), 7], KINDS) == (
+    assert fit_polynomials(lambda sizes: [int(size_expr.evaluate_size(wanted, sizes)), 7], KINDS) == (
         wanted,
         size_expr.parse_expr("7"),
     )
@@ -26,7 +26,9 @@ def test_recovers_any_polynomial_of_its_basis(coefficients: list[int]) -> None:
 
 def test_packed_attention_is_quadratic_in_rows() -> None:
     wanted = size_expr.parse_expr("3*T*T + 5*T")
-    assert fit_polynomials(lambda sizes: [size_expr.evaluate_size(wanted, sizes)], {"T": "rows"}) == (wanted,)
+    assert fit_polynomials(lambda sizes: [int(size_expr.evaluate_size(wanted, sizes))], {"T": "rows"}) == (
+        wanted,
+    )
 
 
 def test_floor_divisions_are_fitted_at_multiples() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from secc.frontend.capture import code_blocks
 from secc.frontend.capture.code_blocks import PartTries
 from secc.frontend.capture.control_flow_paths import ObservedRecording, find_first_difference
 from secc.runtime.model.nested_batch import flatten_batch
+from secc.runtime.model.outlined_forward import OutlinedStatements, outline_statements
 from secc.runtime.model.user_file import load_model_file
 from secc.runtime.recorder import Recorder, Recording
 from secc.runtime.recorder.outline import recorded_glue
@@ -137,7 +139,9 @@ def test_arguments_whose_glue_is_recorded_again_are_named_in_words() -> None:
 def test_statements_that_read_a_list_are_tried_first(tmp_path: Path) -> None:
     (tmp_path / "reader.py").write_text(READS_A_LIST)
     reader = load_model_file(tmp_path / "reader.py").build_model()
-    ranges = list(code_blocks._ranges_around(reader, "", "other.py", 3, "", "curves", []))
+    ranges = list(
+        code_blocks.ranges_around(reader, "", "other.py", 3, "", "curves", [], lambda returns: True)
+    )
     assert str(ranges[0][0]) == ":Model.forward#1-1@"
     assert all(chosen.first <= 1 <= chosen.last for chosen, _ in ranges)
 
@@ -152,3 +156,24 @@ def test_other_samples_are_not_tried_again_for_the_same_error() -> None:
     with pytest.raises(UserError) as known:
         tries.start(UserError("a, with other sizes", "model.py:3"))
     assert known.value is reported
+
+
+def test_few_statements_of_a_long_forward_are_taken_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 12 statements before the line that fails and 12 behind it there are 169 ranges around it."""
+    text = DRAWS_FOR_SOME_SAMPLES.replace("torch.rand(4) if i else torch.zeros(4)", "torch.zeros(4)")
+    more = "\n".join("        x = x + torch.tanh(x)" for _ in range(12))
+    text = text.replace("        total = 0.0", f"{more}\n        total = 0.0")
+    behind = "\n".join("        total = total * 1.0" for _ in range(12))
+    (tmp_path / "long.py").write_text(text.replace("        return total", f"{behind}\n        return total"))
+    taken = list[tuple[int, int]]()
+
+    def outline(*args: Any) -> OutlinedStatements:
+        taken.append(args[2:])
+        return outline_statements(*args)
+
+    monkeypatch.setattr(code_blocks, "outline_statements", outline)
+    with pytest.raises(UserError, match="reduces its samples"):
+        compile_model(tmp_path / "long.py", CompileOptions(cluster="local:2", global_batch=8))
+    assert 0 < len(taken) <= 30
