@@ -571,9 +571,7 @@ class MicroBatchComposer:
         cuts = {self.critical_section.user_section_name: critical}
         for name, stages in self.plan.pipelines.items():
             if name not in cuts:
-                cuts[name] = self._cut_micro_batches(
-                    stages[-1], self.assignment.samples_by_replica[stages[-1].name], start_times
-                )
+                cuts[name] = self.cut_section(stages[-1], start_times)
         tables: dict[str, MicroBatchTable] = {}
         for s in self.plan.sections:
             first_stage = tables.get(self.graph.pipeline_stages[s.name][0].name)
@@ -685,16 +683,16 @@ class MicroBatchComposer:
             if not is_active(edge.when, sample.pattern)
         )
 
-    def _cut_micro_batches(
-        self, section: Section, by_replica: list[list[int]], start_times: IntColumn
-    ) -> AssignedMicroBatches:
-        """Cuts each replica's samples into micro-batches of one pattern and equal count, by critical start
-        time.
+    def cut_section(self, section: Section, start_times: Sequence[int]) -> AssignedMicroBatches:
+        """Cuts the samples of each replica of a section, or of its pipeline, into micro-batches of one
+        pattern and equal count, by critical start time.
 
         Among equal start times the largest are together, which wastes the least padding. Replicas in lockstep
         keep the order that their rounds have. A section that takes all samples at once has one micro-batch
         for each replica.
         """
+        section = self.graph.pipeline_stages[section.name][-1]
+        by_replica = self.assignment.samples_by_replica[section.name]
         if section.whole_batch:
             return [(r, tuple(sorted(samples))) for r, samples in enumerate(by_replica) if samples]
         if section.most_samples == 1:

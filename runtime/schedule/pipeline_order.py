@@ -39,6 +39,7 @@ from typing import NamedTuple
 from secc.runtime.schedule.pipeline_replica_sim import PipelineReplica, ReplicaTimeline
 
 MicroBatchOrder = list[int]
+DrainEstimate = Callable[[Sequence[int]], int]  # ns of upstream's end, given when gradients reach it
 OrderShape = Callable[[Sequence[int], "PipelineLoad"], MicroBatchOrder]
 PYRAMID_END_COUNT = 2  # micro-batches without upstream inputs at each end of a pyramid
 MOVES_PER_REPLICA = 8  # moves tried by `improve_last_order` for each replica
@@ -54,9 +55,9 @@ class PipelineLoad:
     """The micro-batches of a pipeline with `replica_count` replicas.
 
     By micro-batch: `work_ns` is its mean work on a rank, `upstream_ns` the upstream backward time after its
-    own backward, `needs_upstream` whether it has inputs from other sections. `estimate_ready(starts)`
+    own backward, `needs_upstream` whether it has inputs from other sections. `estimate_upstream(starts)`
     estimates when the inputs of each micro-batch are ready if upstream takes them by these start times, and
-    `estimate_drained(ends)` when upstream ends, given the ends of the first stage's backwards.
+    returns with it the estimate of when upstream ends, given the ends of the first stage's backwards.
     `upstream_work_ns` is all that the busiest rank upstream has to do. `simulated` caches
     `simulate_all_ready`.
     """
@@ -66,8 +67,7 @@ class PipelineLoad:
     work_ns: Sequence[int]
     upstream_ns: Sequence[int]
     needs_upstream: Sequence[bool]
-    estimate_ready: Callable[[Sequence[int]], list[int]]
-    estimate_drained: Callable[[Sequence[int]], int]
+    estimate_upstream: Callable[[Sequence[int]], tuple[list[int], DrainEstimate]]
     upstream_work_ns: int = 0
     simulated: dict[tuple[int, ...], ReplicaTimeline] = field(
         init=False, repr=False, compare=False, default_factory=dict[tuple[int, ...], ReplicaTimeline]
@@ -207,7 +207,7 @@ OTHER_STRATEGIES = (
 # pipelines need more micro-batches to begin with, and long ones on few replicas.
 UPSTREAM_STRATEGIES = tuple(
     OrderStrategy(share, 2, (partial(upstream_first_order, leading=count),))
-    for share, count in ((500, 2), (650, 4), (800, 8))
+    for share, count in ((350, 4), (500, 2), (650, 4))
 )
 BUSY_UPSTREAM_PERMILLE = 667
 
@@ -221,7 +221,7 @@ class PipelineOrders:
 
     `ends`: by replica, including upstream backwards. By micro-batch: `wanted_starts` with all inputs ready,
     `ready` (estimated inputs), `backward_ends` on the first stage. `upstream_end`: when upstream ends its
-    backwards.
+    backwards, by `estimate_drained`.
     """
 
     orders: list[MicroBatchOrder]
@@ -230,6 +230,7 @@ class PipelineOrders:
     wanted_starts: list[int]
     ready: list[int]
     backward_ends: list[int]
+    estimate_drained: DrainEstimate
     upstream_end: int = 0
 
     @property
@@ -285,7 +286,8 @@ def plan_orders(load: PipelineLoad, strategy: OrderStrategy) -> PipelineOrders:
 def plans_for_upstream(load: PipelineLoad, known: PipelineOrders) -> list[PipelineOrders]:
     """Returns orders that give upstream its gradients early, where upstream decides when the step of the
     `known` orders ends; none elsewhere. Estimates are too coarse to tell which of them is best."""
-    is_busy = 1000 * load.upstream_work_ns >= BUSY_UPSTREAM_PERMILLE * known.end
+    mean_work = sum(load.work_ns) // load.replica_count
+    is_busy = 1000 * load.upstream_work_ns >= BUSY_UPSTREAM_PERMILLE * mean_work
     decides = is_busy and known.upstream_end >= known.end
     return [plan_orders(load, strategy) for strategy in UPSTREAM_STRATEGIES] if decides else []
 
@@ -343,8 +345,9 @@ def _shape_orders(
     """
     initial = [shape(micro_batches, load) for shape, micro_batches in zip(shapes, assigned, strict=True)]
     timelines, starts = load.simulate_all_ready(initial)
+    ready, drained = load.estimate_upstream(starts)
     orders = PipelineOrders(
-        initial.copy(), timelines, [0] * len(initial), starts, load.estimate_ready(starts), [0] * len(starts)
+        initial.copy(), timelines, [0] * len(initial), starts, ready, [0] * len(starts), drained
     )
     yielding = set[int]()
     for replica, (order, timeline) in enumerate(zip(initial, timelines.copy(), strict=True)):
@@ -362,15 +365,16 @@ def _shape_orders(
     while (last := max(range(len(initial)), key=orders.ends.__getitem__)) in yielding:
         yielding.remove(last)
         orders.try_order(load, last, initial[last])
-    orders.upstream_end = load.estimate_drained(orders.backward_ends)
+    orders.upstream_end = orders.estimate_drained(orders.backward_ends)
     return orders
 
 
 def _evaluate_orders(load: PipelineLoad, orders: Sequence[MicroBatchOrder]) -> PipelineOrders:
     """Simulates these orders, with upstream taking micro-batches by the starts that they imply."""
     timelines, starts = load.simulate_all_ready(orders)
+    ready, drained = load.estimate_upstream(starts)
     evaluated = PipelineOrders(
-        [*orders], timelines, [0] * len(orders), starts, load.estimate_ready(starts), [0] * len(starts)
+        [*orders], timelines, [0] * len(orders), starts, ready, [0] * len(starts), drained
     )
     for replica, (order, timeline) in enumerate(zip(orders, timelines.copy(), strict=True)):
         has_late_inputs = any(
@@ -382,7 +386,7 @@ def _evaluate_orders(load: PipelineLoad, orders: Sequence[MicroBatchOrder]) -> P
             order,
             load.replica.simulate(order, evaluated.ready) if has_late_inputs else timeline,
         )
-    evaluated.upstream_end = load.estimate_drained(evaluated.backward_ends)
+    evaluated.upstream_end = evaluated.estimate_drained(evaluated.backward_ends)
     return evaluated
 
 
@@ -449,7 +453,7 @@ def _move_micro_batch(load: PipelineLoad, current: PipelineOrders, rng: random.R
     )
     for replica, timeline in timelines.items():
         moved.set_order(load, replica, changed[replica], timeline)
-    moved.upstream_end = load.estimate_drained(moved.backward_ends)
+    moved.upstream_end = moved.estimate_drained(moved.backward_ends)
     return moved
 
 

@@ -80,6 +80,7 @@ PRIORITY_RULE_TRIES = (
 # Time of planning a pipeline by another strategy, in the same unit, for each MAX_SIMULATED_REPLICAS replicas;
 # each of its moves estimates all of upstream.
 PIPELINE_ORDER_TRIES = 6
+PIPELINE_MOVES_TRIES = 3  # time of moving micro-batches between planned orders, in the same unit
 # Samples stay inside wider replicas on the same ranks only if the makespan is shorter by more than 1/32: the
 # wide sections end last then, so that nothing hides the sums of their gradients, which no makespan counts.
 INSIDE_MARGIN_DIVISOR = 32
@@ -387,11 +388,20 @@ def _try_pipeline_orders(
     The likeliest strategy comes first, and those for upstream where that decides the end; others, and then
     changes of single orders, are tried as long as the step is worth the time.
     """
-    orders, spent = pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY), 0
-    best = pipeline_order_candidate(composer, load, micro_batches, orders)
-    for other_orders in pipeline_order.plans_for_upstream(load, orders):
-        candidate = pipeline_order_candidate(composer, load, micro_batches, other_orders)
-        best, orders = (candidate, other_orders) if candidate.makespan < best.makespan else (best, orders)
+    likeliest = pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY)
+    first, *others = sorted(
+        [likeliest, *pipeline_order.plans_for_upstream(load, likeliest)], key=lambda o: o.end
+    )
+    best, orders = pipeline_order_candidate(composer, load, micro_batches, first), first
+    for other_orders in others:
+        if other_orders.end < best.makespan:  # estimates are seldom too long
+            candidate = pipeline_order_candidate(composer, load, micro_batches, other_orders)
+            best, orders = (candidate, other_orders) if candidate.makespan < best.makespan else (best, orders)
+    spent = PIPELINE_MOVES_TRIES
+    if affordable_runs(best.task_count, best.makespan, lower_bound, spent):
+        improved = pipeline_order.improve_last_order(load, orders)
+        candidate = pipeline_order_candidate(composer, load, micro_batches, improved)
+        best, orders = (candidate, improved) if candidate.makespan < best.makespan else (best, orders)
     for strategy in pipeline_order.OTHER_STRATEGIES:
         spent += PIPELINE_ORDER_TRIES * (1 + load.replica_count // pipeline_order.MAX_SIMULATED_REPLICAS)
         if not affordable_runs(best.task_count, best.makespan, lower_bound, spent):

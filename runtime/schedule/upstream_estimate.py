@@ -1,14 +1,16 @@
 """What the planner of a critical pipeline (`pipeline_order`) must know about a step: its micro-batches, and
 estimates of when upstream sections deliver their inputs and finish their backwards.
 
-The estimate assumes that each rank takes samples in the order in which they are wanted and runs all forwards
-before the first backward, as sections that feed other ranks do; then backwards as they become possible. A
-sample passes the sections in topological order, and back. In-flight limits and prefetched work are ignored.
+The estimate assumes that each rank takes micro-batches in the order in which their first samples are wanted
+and runs all forwards before the first backward, as sections that feed other ranks do; then backwards as they
+become possible. Samples pass the sections in topological order, and back. Micro-batches of several samples
+are cut as the step would cut them. In-flight limits and prefetched work are ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -22,7 +24,7 @@ from secc.runtime.plan.step_program import (
 )
 from secc.runtime.schedule.batch_packing import SamplePositions
 from secc.runtime.schedule.micro_batches import INDEPENDENT, MicroBatchComposer
-from secc.runtime.schedule.pipeline_order import PipelineLoad
+from secc.runtime.schedule.pipeline_order import DrainEstimate, PipelineLoad
 from secc.runtime.schedule.pipeline_replica_sim import PipelineReplica
 
 
@@ -67,9 +69,8 @@ def critical_pipeline_load(composer: MicroBatchComposer) -> tuple[PipelineLoad, 
         needs_upstream=[
             any(classes[composer.pattern_ids[p]] != INDEPENDENT for p in samples) for samples in micro_batches
         ],
-        estimate_ready=upstream.estimate_ready,
-        estimate_drained=upstream.estimate_drained,
-        upstream_work_ns=max(upstream.rank_work.values(), default=0),
+        estimate_upstream=upstream.estimate,
+        upstream_work_ns=upstream.most_work_ns(),
     )
     return load, micro_batches
 
@@ -95,26 +96,32 @@ def _rank_of_stage(stages: Sequence[Section]) -> list[int]:
     return [ranks.index(s.mesh.ranks) for s in stages] if len(ranks) < len(stages) else []
 
 
-class _SectionVisit(NamedTuple):
-    """A sample in an upstream section: the rank, ns, the upstream sections that it comes from (`sources`) and
-    the ones that return a gradient (`gradient_sources`).
-    """
+class _Visit(NamedTuple):
+    """A micro-batch in an upstream section: its rank, ns, samples, and the pipeline's micro-batches that
+    these are in."""
 
-    section: str
     rank: int
     forward_ns: int
     backward_ns: int
-    sources: set[str]
-    gradient_sources: set[str]
+    samples: SamplePositions
+    consumers: tuple[int, ...]
+
+
+class _UpstreamSection(NamedTuple):
+    """A section upstream of a pipeline: whether it feeds the pipeline directly, and the names of the upstream
+    sections that its inputs (`sources`) and its gradients (`gradient_sources`) come from."""
+
+    section: Section
+    feeds_pipeline: bool
+    sources: Sequence[str]
+    gradient_sources: Sequence[str]
+
+
+VisitsBySection = Mapping[str, Sequence[_Visit]]
 
 
 class _UpstreamEstimate:
-    """The paths of samples through the sections upstream of a pipeline.
-
-    `forward_paths` and `backward_paths` have, by micro-batch, one path of visits per sample, in topological
-    order and reversed. `feeding_sections` feed the pipeline directly; `forward_work` is what each rank does
-    before its first backward, in ns, and `rank_work` all that it does.
-    """
+    """The sections upstream of a pipeline with these micro-batches; `sections` are in topological order."""
 
     def __init__(
         self,
@@ -122,85 +129,139 @@ class _UpstreamEstimate:
         stages: Sequence[Section],
         micro_batches: Sequence[SamplePositions],
     ) -> None:
-        graph, edges, self.micro_batch_count = composer.graph, composer.plan.edges, len(micro_batches)
+        self.composer, self.micro_batch_count = composer, len(micro_batches)
+        graph, edges = composer.graph, composer.plan.edges
         names = graph.exclude_own_stages(
             stages[0].name, set().union(*(graph.ancestors[s.name] for s in stages))
         )
         sections = {s.name: s for s in composer.plan.sections}
-        self.feeding_sections = {e.src for e in edges if e.dst in {s.name for s in stages}} & names
-        self.forward_work, self.rank_work = dict[int, int](), dict[int, int]()
-        visits: list[list[_SectionVisit]] = [[] for _ in range(composer.sample_count)]
-        for s in (s for s in graph.topological_order if s.name in names):
-            (forward, backward), ranks = composer.sample_times[s.name], replica_first_ranks(s)
-            for rank, rank_samples in zip(ranks, composer.assignment.samples_by_replica[s.name], strict=True):
-                self.forward_work[rank] = self.forward_work.get(rank, 0) + sum(
-                    map(forward.__getitem__, rank_samples)
-                )
-                self.rank_work[rank] = self.rank_work.get(rank, 0) + sum(
-                    forward[p] + backward[p] for p in rank_samples
-                )
-            sources = {e.src for e in edges if e.dst == s.name} & names
-            gradient_sources = {
-                e.dst for e in edges if e.src == s.name and returns_gradient(e, sections)
-            } & names
-            for replica, positions in enumerate(composer.assignment.samples_by_replica[s.name]):
-                for p in positions:
-                    visits[p].append(
-                        _SectionVisit(
-                            s.name, ranks[replica], forward[p], backward[p], sources, gradient_sources
-                        )
-                    )
-        forward_paths = {
-            m: [path for p in samples if (path := visits[p])] for m, samples in enumerate(micro_batches)
+        feeding = {e.src for e in edges if e.dst in {s.name for s in stages}}
+        self.sections = {
+            s.name: _UpstreamSection(
+                s,
+                s.name in feeding,
+                [e.src for e in edges if e.dst == s.name and e.src in names],
+                [
+                    e.dst
+                    for e in edges
+                    if e.src == s.name and e.dst in names and returns_gradient(e, sections)
+                ],
+            )
+            for s in graph.topological_order
+            if s.name in names
         }
-        backward_paths = {
-            m: [path for p in samples if (path := [v for v in reversed(visits[p]) if v.backward_ns])]
-            for m, samples in enumerate(micro_batches)
-        }
-        self.forward_paths, self.backward_paths = (
-            {m: paths for m, paths in by_micro_batch.items() if paths}
-            for by_micro_batch in (forward_paths, backward_paths)
-        )
-        paths = [(m, path) for m, paths in self.backward_paths.items() for path in paths]
-        # (micro-batch, rank, ns) of each sample's backward if all have one; estimates are asked for often.
-        self.single_backwards = (
-            [(m, v.rank, v.backward_ns) for m, (v,) in paths] if all(len(p) == 1 for _, p in paths) else None
-        )
+        self.consumer_of = {p: m for m, samples in enumerate(micro_batches) for p in samples}
+        # Single samples are the same micro-batches in any order.
+        self.single_visits: tuple[VisitsBySection, DrainEstimate] | None = None
+        if all(s.section.most_samples == 1 for s in self.sections.values()):
+            self.single_visits = self._cut_visits([0] * composer.sample_count)
 
-    def estimate_ready(self, wanted_starts: Sequence[int]) -> list[int]:
-        """Estimates when each micro-batch has its inputs, in ns, if upstream takes micro-batches by their
-        wanted start times.
-        """
+    def most_work_ns(self) -> int:
+        """Returns what the busiest rank has to do."""
+        work: dict[int, int] = {}
+        for name, s in self.sections.items():
+            shares = self.composer.shared_work[name]
+            assigned = self.composer.assignment.samples_by_replica[name]
+            for rank, samples in zip(replica_first_ranks(s.section), assigned, strict=True):
+                work[rank] = work.get(rank, 0) + sum(map(shares.__getitem__, samples))
+        return max(work.values(), default=0)
+
+    def estimate(self, wanted_starts: Sequence[int]) -> tuple[list[int], DrainEstimate]:
+        """Estimates when each of the pipeline's micro-batches has its inputs, in ns, if upstream takes
+        samples by their wanted start times; also returns the estimate of when its last backward ends."""
+        count, start_times = self.composer.sample_count, [0] * self.composer.sample_count
+        for p, m in self.consumer_of.items():
+            start_times[p] = wanted_starts[m]
+        visits, drained = self.single_visits or self._cut_visits(start_times)
+        place = [count] * count
+        for i, p in enumerate(sorted(self.consumer_of, key=lambda p: (start_times[p], p))):
+            place[p] = i
+        first = {name: [min(map(place.__getitem__, v.samples)) for v in own] for name, own in visits.items()}
+        sources = {name: s.sources for name, s in self.sections.items()}
         clock: dict[int, int] = {}
+        ends = {name: [0] * count for name in visits}
         ready = [0] * self.micro_batch_count
-        for m in sorted(self.forward_paths, key=wanted_starts.__getitem__):
-            for path in self.forward_paths[m]:
-                section_ends: dict[str, int] = {}
-                for v in path:
-                    start = clock.get(v.rank, 0)
-                    for source in v.sources:
-                        start = max(start, section_ends.get(source, 0))
-                    clock[v.rank] = section_ends[v.section] = start + v.forward_ns
-                    if v.section in self.feeding_sections:
-                        ready[m] = max(ready[m], section_ends[v.section])
-        return ready
+        for name, v in _order_visits(visits, first, sources, count):
+            start = clock.get(v.rank, 0)
+            for source in sources[name]:
+                start = max(start, *map(ends[source].__getitem__, v.samples))
+            clock[v.rank] = end = start + v.forward_ns
+            for p in v.samples:
+                ends[name][p] = end
+            for m in v.consumers if self.sections[name].feeds_pipeline else ():
+                ready[m] = max(ready[m], end)
+        return ready, drained
 
-    def estimate_drained(self, arrivals: Sequence[int]) -> int:
-        """Estimates when upstream ends its last backward, given when each micro-batch's gradients arrive; the
-        order hardly matters.
-        """
-        clock = self.forward_work.copy()
-        if self.single_backwards is not None:
-            for m, rank, ns in sorted(self.single_backwards, key=lambda visit: arrivals[visit[0]]):
-                start = clock[rank]
-                clock[rank] = (arrivals[m] if arrivals[m] > start else start) + ns
-            return max(clock.values(), default=0)
-        for m in sorted(self.backward_paths, key=arrivals.__getitem__):
-            for path in self.backward_paths[m]:
-                section_ends: dict[str, int] = {}
-                for v in path:
-                    start = max(clock[v.rank], arrivals[m])
-                    for source in v.gradient_sources:
-                        start = max(start, section_ends.get(source, 0))
-                    clock[v.rank] = section_ends[v.section] = start + v.backward_ns
+    def _cut_visits(self, start_times: Sequence[int]) -> tuple[VisitsBySection, DrainEstimate]:
+        """Cuts micro-batches of all sections by the samples' start times; also returns the estimate of when
+        their backwards end."""
+        visits: dict[str, list[_Visit]] = {}
+        forward_work: dict[int, int] = {}  # what each rank does before its first backward
+        for name, s in self.sections.items():
+            cut, ranks = self.composer.cut_section(s.section, start_times), replica_first_ranks(s.section)
+            times = self.composer.micro_batch_times(s.section, [samples for _, samples in cut])
+            visits[name] = []
+            for (replica, samples), forward_ns, backward_ns in zip(cut, *times, strict=True):
+                consumers = tuple({m: None for p in samples if (m := self.consumer_of.get(p)) is not None})
+                visits[name].append(_Visit(ranks[replica], forward_ns, backward_ns, samples, consumers))
+                forward_work[ranks[replica]] = forward_work.get(ranks[replica], 0) + forward_ns
+        owing = {
+            name: [v for v in visits[name] if v.backward_ns and v.consumers] for name in reversed(visits)
+        }
+        if (
+            all(len(v.consumers) == 1 for own in owing.values() for v in own)
+            and sum(map(bool, owing.values())) < 2
+        ):
+            simple = [(v.consumers[0], v.rank, v.backward_ns) for v in chain.from_iterable(owing.values())]
+            return visits, partial(_end_single_backwards, forward_work, simple)
+        return visits, partial(self._end_backwards, forward_work, owing)
+
+    def _end_backwards(
+        self, forward_work: Mapping[int, int], owing: VisitsBySection, arrivals: Sequence[int]
+    ) -> int:
+        """Estimates when upstream ends the backwards of these visits; their order hardly matters."""
+        clock = dict(forward_work)
+        arrived = {name: [max(arrivals[m] for m in v.consumers) for v in own] for name, own in owing.items()}
+        sources = {name: s.gradient_sources for name, s in self.sections.items()}
+        ends = {name: [0] * self.composer.sample_count for name in owing}
+        for name, v in _order_visits(owing, arrived, sources, self.composer.sample_count):
+            start = max(clock[v.rank], *(arrivals[m] for m in v.consumers))
+            for source in sources[name]:
+                start = max(start, *map(ends[source].__getitem__, v.samples))
+            clock[v.rank] = end = start + v.backward_ns
+            for p in v.samples:
+                ends[name][p] = end
         return max(clock.values(), default=0)
+
+
+def _end_single_backwards(
+    forward_work: Mapping[int, int], backwards: Sequence[tuple[int, int, int]], arrivals: Sequence[int]
+) -> int:
+    """Estimates when upstream ends its backwards, each given as (the pipeline's micro-batch that it waits
+    for, rank, ns). Estimates are asked for often."""
+    clock = dict(forward_work)
+    for m, rank, ns in sorted(backwards, key=lambda visit: arrivals[visit[0]]):
+        start = clock[rank]
+        clock[rank] = (arrivals[m] if arrivals[m] > start else start) + ns
+    return max(clock.values(), default=0)
+
+
+def _order_visits(
+    visits: VisitsBySection,
+    wanted: Mapping[str, Sequence[int]],
+    sources: Mapping[str, Sequence[str]],
+    sample_count: int,
+) -> Iterator[tuple[str, _Visit]]:
+    """Yields (section, visit) in the order in which visits are `wanted`, each behind those of its samples in
+    `sources`; the sections of `visits` are in topological order."""
+    earliest = {name: [0] * sample_count for name in visits}
+    keyed: list[tuple[int, int, str, _Visit]] = []
+    for depth, (name, own) in enumerate(visits.items()):
+        for v, key in zip(own, wanted[name], strict=True):
+            for source in sources[name]:
+                key = max(key, *map(earliest[source].__getitem__, v.samples))
+            for p in v.samples:
+                earliest[name][p] = key
+            keyed.append((key, depth, name, v))
+    keyed.sort(key=lambda entry: entry[:2])
+    return ((name, v) for _, _, name, v in keyed)

@@ -1,6 +1,7 @@
 """Limits the micro-batches of a section between forward and backward on a rank, by number and by bytes.
 
-Numbers are chosen for mean samples; the limit in bytes keeps a step within memory whatever its samples are.
+Numbers are chosen for mean samples. The limit in bytes keeps a step within memory whatever its samples are,
+and is the only one of sections without stages that run ahead.
 It is the bytes that the memory estimate counted for that number of mean micro-batches (or for the largest
 sample alone), plus an equal share of the memory that the rank has left.
 """
@@ -48,12 +49,15 @@ def in_flight_limit(
     )
     # Stages that share a rank count parts of micro-batches; what the rank has room for does not depend on it.
     counted = count if c.chunks == 1 and count else in_flight_alternating(work_on_kind, load, c.micro_batches)
-    if (
-        not count
-        and section in work_on_kind.producing_sections
-        and any(asked.sections[s][i].stage_ranks != c.stage_ranks for s, i in same_group)
-    ):
-        # The section does all forwards first (`SectionGraph.runs_ahead`), as far as bytes allow.
+    shares_with_others = section in work_on_kind.producing_sections and any(
+        asked.sections[s][i].stage_ranks != c.stage_ranks for s, i in same_group
+    )
+    # The device's room for bytes says nothing about activations in host memory, nor about each of several
+    # stages.
+    is_bounded_by_bytes = c.pp == 1 and c.offload != "activations"
+    if (count and feeds_other_ranks and is_bounded_by_bytes) or (not count and shares_with_others):
+        # The section does all forwards first (`SectionGraph.runs_ahead`), as far as bytes allow: of a drawn
+        # batch, some ranks have more micro-batches than expected.
         count = work_on_kind.global_batch
     holders = sum(
         group[s] == group[section] and load.mode != "forward" for s, load in work_on_kind.loads.items()
