@@ -20,7 +20,9 @@ from tools.print_step import micro_batch_lines, program_lines, sample_lines
 def plan_directory(examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The plan that the page makes, with the options of its command."""
     directory = tmp_path_factory.mktemp("captions") / "plan"
-    options = CompileOptions(cluster="local:3", global_batch=4, strategy="apart")
+    options = CompileOptions(
+        cluster="local:3", global_batch=4, strategy="apart", set=("encoder.micro_batch=1",)
+    )
     compile_model(examples / "captions.py", options).write_plan(directory, report_page)
     return directory
 
