@@ -511,7 +511,11 @@ class Recorder:
                     f"block {path} uses a tensor that is made outside of it and is not passed to its forward"
                 )
                 parts = self._recorded_modules.parts_with_weights(path)
-                raise self._block_error(path, message, "pass it as an argument", parts)
+                remedy = (
+                    "pass it as an argument, or put what makes it (weights for `functional_call`) and the"
+                    " call into an nn.Module of their own"
+                )
+                raise self._block_error(path, message, remedy, parts)
 
     def _block_error(
         self, path: str, message: str, remedy: str, parts: Collection[str] = (), where: str | None = None

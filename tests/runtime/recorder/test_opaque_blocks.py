@@ -124,6 +124,7 @@ def test_a_hidden_input_suggests_the_blocks_parts() -> None:
     with pytest.raises(BlockError, match="uses a tensor that is made outside of it") as error:
         record_forward(Model(), BATCH, ["encoder", "layers.0", "layers.1"])
     assert error.value.where.startswith("test_opaque_blocks.py:")
+    assert "functional_call" in error.value.remedy
     parts = error.value.suggest_blocks(["encoder", "layers.0"])
     assert parts == ["encoder", "layers.0.cross", "layers.0.own"]
     assert [
