@@ -131,6 +131,7 @@ class CompiledPlan:
     captured_model: CapturedModel
     options: CompileOptions
     start: StartState | None = None
+    unloaded: StartState | None = None
 
     def write_plan(
         self, directory: Path, page: Callable[[Plan], str], other_files: Mapping[str, str] | None = None
@@ -212,7 +213,7 @@ def compile_model(
     _validate_options(options)
     clock = _StepClock(progress)
     states = GeneratorStates()
-    user, meta, ref, survey, inputs, capture = load_and_capture(path, options, clock.measure)
+    user, meta, ref, survey, inputs, capture, unloaded = load_and_capture(path, options, clock.measure)
     drawn_from, files = states.find_source(), StartState(meta, user, with_modules=False)
     limit_threads(meta)
     with clock.measure("build the model here"):
@@ -289,6 +290,7 @@ def compile_model(
         captured_model=planner.source,
         options=options,
         start=start,
+        unloaded=unloaded,
     )
 
 
@@ -327,8 +329,9 @@ def _validate_options(options: CompileOptions) -> None:
 
 def load_and_capture(
     path: str | Path, options: CompileOptions, time_step: TimedStep
-) -> tuple[UserModel, nn.Module, ModelRef, DatasetSurvey, ModelInputs, Capture]:
+) -> tuple[UserModel, nn.Module, ModelRef, DatasetSurvey, ModelInputs, Capture, StartState | None]:
     """Loads the model file, builds the model on the meta device, surveys the dataset and captures forward.
+    The last result is what files kept before samples were loaded, None if loading changes nothing.
 
     time_step: context manager that times a named step. Raises UserError for a model or dataset that cannot be
     captured.
@@ -349,8 +352,11 @@ def load_and_capture(
             user = _pack_samples(user, meta)
     cast_model(meta, options.dtype)
     with time_step("draw samples"):
+        user.sources()
+        unloaded = StartState(meta, user, with_modules=False)
         survey = survey_dataset(user, options.stats_samples, skip_bad=options.skip_bad_samples)
         survey, inputs = _describe_with_or_without_crops(user, survey)
+    is_loading_seen = unloaded.has_other_values()
     files = StartState(meta, user, with_modules=False)
     with time_step("capture"):
         states = GeneratorStates()
@@ -372,7 +378,8 @@ def load_and_capture(
             parameters |= dict.fromkeys(tie, known)
         files.restore_values()  # a capture may have left tensors without values
     # Now that the model has run, all code that it imports has been imported.
-    return user, meta, make_model_ref(user, meta, parameters), survey, inputs, capture
+    ref = make_model_ref(user, meta, parameters)
+    return user, meta, ref, survey, inputs, capture, unloaded if is_loading_seen else None
 
 
 def _pack_samples(user: UserModel, meta: nn.Module) -> UserModel:

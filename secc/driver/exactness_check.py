@@ -24,6 +24,7 @@ from secc.driver.compile_options import CompileOptions, TakenBack
 from secc.driver.edge_fills import PaddingSeen, describe_varying, find_block_padding, find_padding, with_fills
 from secc.driver.global_switches import GlobalSwitch, find_global_switch
 from secc.driver.kept_state import refuse_kept_state
+from secc.driver.loaded_values import refuse_loaded_values
 from secc.driver.optional_inputs import ChangingInput, find_changing_input
 from secc.driver.python_draws import GeneratorStates, draws_error, naming_draws
 from secc.driver.set_between_steps import refuse_set_values
@@ -605,6 +606,10 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         return check
     with gradient_hooks.scaled_gradient_hooks(rank.model, _HOOK_SCALE):
         _refuse_gradient_hooks(rank, samples)
+    if reference.result is not None and reference.tolerances == FLOAT32_TOLERANCES:
+        refuse_loaded_values(
+            compiled.plan, compiled.user, rank.model, samples, reference.result, compiled.unloaded
+        )
     _refuse_bounded_backwards(compiled, rank, samples)
     _compare_many_samples(compiled, rank, samples)
     if not compiled.plan.checks.get("accepted"):

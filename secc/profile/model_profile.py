@@ -98,7 +98,7 @@ def profile_model(
         progress(name)
         yield
 
-    user, meta, _, survey, inputs, captured = load_and_capture(path, CompileOptions(small=small), step)
+    user, meta, _, survey, inputs, captured, _ = load_and_capture(path, CompileOptions(small=small), step)
     module = to_ir.capture_to_ir(captured)
     with step("measure blocks"):
         samples = CollatedSamples(

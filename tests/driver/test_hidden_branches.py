@@ -1,4 +1,5 @@
-"""What blocks do for many samples only, or for large gradients only, is compared with plain PyTorch, too."""
+"""What blocks do for many samples only, for large gradients only, or with values that loading samples sets,
+is compared with plain PyTorch, too."""
 
 from __future__ import annotations
 
@@ -62,9 +63,9 @@ def dataset():
 """
 
 
-def check(folder: Path, inside: str = "pass", bounded: str = "g") -> CompiledPlan:
+def check(folder: Path, inside: str = "pass", bounded: str = "g", more: str = "") -> CompiledPlan:
     path = folder / "net.py"
-    path.write_text(MODEL.replace("INSIDE", inside).replace("BOUNDED", bounded))
+    path.write_text(MODEL.replace("INSIDE", inside).replace("BOUNDED", bounded) + more)
     compiled = compile_model(path, CompileOptions(cluster="local:2", global_batch=64))
     return check_exactness(compiled, required=True)
 
@@ -109,4 +110,33 @@ def test_gradients_that_are_bounded_over_the_samples_are_refused(
 def test_gradients_that_are_bounded_for_each_sample_are_accepted(tmp_path: Path) -> None:
     inside = "x = Bounded.apply(x); x.register_hook(lambda g: g.clamp(-0.1, 0.1))"
     made = check(tmp_path, inside, BOUND.format("g.norm(dim=-1, keepdim=True)"))
+    assert made.plan.checks["patterns"]
+
+
+STATE = """
+STATE = {}
+
+
+def stack(samples):
+    return {key: torch.stack([s[key] for s in samples]) for key in samples[0]}
+
+
+def collate(samples):
+    SET
+    return stack(samples)
+"""
+
+
+@pytest.mark.parametrize("read", ["STATE.get('scale', 1.0)", "STATE['scale']"])
+def test_values_that_collate_sets_for_forward_are_refused(read: str, tmp_path: Path) -> None:
+    more = STATE.replace("SET", "STATE['scale'] = 2.0")
+    with pytest.raises(UserError, match=r"loading samples sets the global STATE\['scale'\], which forward"):
+        check(tmp_path, f"x = x * {read}", more=more)
+
+
+def test_values_of_loading_that_forward_does_not_read_are_accepted(tmp_path: Path) -> None:
+    more = STATE.replace("SET", "STATE['batches'] = STATE.get('batches', 0) + 1")
+    assert check(tmp_path, more=more).plan.checks["patterns"]
+    read = "\n_dataset = dataset\n\n\ndef dataset():\n    STATE['scale'] = 2.0\n    return _dataset()\n"
+    made = check(tmp_path, "x = x * STATE['scale']", more=STATE.replace("SET", "pass") + read)
     assert made.plan.checks["patterns"]
