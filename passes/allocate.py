@@ -51,7 +51,7 @@ from secc.alloc.refine.interleaved_stages import (
 )
 from secc.alloc.refine.larger_micro_batches import EnlargedPlan, enlarge_micro_batches
 from secc.alloc.refine.local_search import RefinedPlan, refine_by_simulation
-from secc.alloc.refine.sample_limits import raise_sample_limits
+from secc.alloc.refine.sample_limits import LimitedPlan, raise_sample_limits
 from secc.alloc.refine.schedule_evaluation import KnownEvaluations, PlanEvaluator, SearchBatches
 from secc.alloc.refine.start_plans import MAX_START_RATIO
 from secc.alloc.solver.allocation_solver import solve_allocation, solve_least_memory
@@ -74,6 +74,9 @@ SAMPLES_PER_RANK = 8  # of the global batch, where none is given
 # that take more than so many times the best plan's work with all samples divided are not priced.
 UNEVEN_PERMILLE = 2000
 MOST_DEALT_RATIO = 1.5
+TIED_SHARE = (
+    1 / 64
+)  # of a step by which a plan may be longer before limits of samples are raised in it as well
 MOST_SLOWER = 1 / 16  # of a plan with captured layers than without, before other plans are sought
 RESERVED_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)  # of memory, where drawn batches need more than mean ones
 RUN_AGAIN_NOTE = "no stages: its layers run again in the same forward, and each run would be on other ranks"
@@ -220,19 +223,24 @@ class Allocate(ModulePass):
             won = replace(enlarged.refined, assignment=own)
             facts |= _step_facts("micro_batches", enlarged.step_ns)
         evaluator = solved.make_evaluator()
-        interleaved = interleave_close_plans(
-            evaluator,
-            choose_interleaving(evaluator, won, ranks, solved.pins),
-            won.close_plans,
-            assign_ranks,
-            solved.pins,
+        own_ways = choose_interleaving(evaluator, won, ranks, solved.pins)
+        ways = interleave_close_plans(evaluator, own_ways, won.close_plans, assign_ranks, solved.pins)
+        tied = (1 + TIED_SHARE) * ways.refined.evaluation.time_ns
+        plans = (
+            [ways, own_ways]
+            if ways is not own_ways and own_ways.refined.evaluation.time_ns <= tied
+            else [ways]
         )
-        facts |= _interleaving_facts(interleaved)
-        solved, won = replace(solved, problem=interleaved.problem), interleaved.refined
-        ranks = assign_ranks(solved.problem, won.assignment)
-        limited = raise_sample_limits(solved.make_evaluator(), won, ranks, solved.pins)
-        facts |= _step_facts("sample_limits", limited.step_ns)
-        return replace(solved, problem=limited.problem), limited.refined, facts
+        limited = [self._raise_sample_limits(solved, plan) for plan in plans]
+        chosen = min(range(len(plans)), key=lambda i: limited[i].refined.evaluation.time_ns)
+        facts |= _interleaving_facts(plans[chosen]) | _step_facts("sample_limits", limited[chosen].step_ns)
+        return replace(solved, problem=limited[chosen].problem), limited[chosen].refined, facts
+
+    def _raise_sample_limits(self, solved: SolvedAllocation, plan: InterleavedPlan) -> LimitedPlan:
+        """The plan with as many samples in a micro-batch as make its scheduled step shortest."""
+        ranks = assign_ranks(plan.problem, plan.refined.assignment)
+        evaluator = replace(solved, problem=plan.problem).make_evaluator()
+        return raise_sample_limits(evaluator, plan.refined, ranks, solved.pins)
 
     def _find_dealt(
         self, solved: SolvedAllocation, work: Workload, known: DealtPlan

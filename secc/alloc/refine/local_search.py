@@ -251,12 +251,12 @@ class _LocalSearch:
             shortest = challenger
 
     def _close_plans_with_stages(self, shortest: Assignment) -> tuple[Assignment, ...]:
-        """The best plans with a few other shapes and micro-batches, of those with stages that are close to
-        `shortest`."""
+        """The best plans with a few other shapes, norms and micro-batches, of those with stages that are
+        close to `shortest`."""
 
-        def ways(a: Assignment) -> tuple[tuple[int, int, int, int], ...]:
+        def ways(a: Assignment) -> tuple[tuple[int, int, int, int, str], ...]:
             chosen = [self.problem.sections[s][i] for s, i in a.choice.items()]
-            return tuple((c.tp, c.pp, c.cp, c.micro_batch * (c.pp > 1)) for c in chosen)
+            return tuple((c.tp, c.pp, c.cp, c.micro_batch * (c.pp > 1), c.norms) for c in chosen)
 
         most = self._estimated_ns(shortest) * (1 + ESTIMATE_MARGIN)
         best = {ways(shortest): shortest}
