@@ -74,9 +74,9 @@ def _divide_rows(ctx: LossContext, op: GlueOp) -> ValueState | None:
         return None
     type, parts = tensor_type(op.results[0]), list[SumPart]()
     for number, coefficient in enumerate(picked.coefficients):
-        row_class = _RowsOfClass.find(ctx, op, picked.labels, number, type)
+        row_class = _RowsOfClass.mark_rows(ctx, op, picked.labels, number, type)
         rows = ctx.pending.make_glue(op, "aten.mul.Tensor", [above, row_class.mask], "$0, $1", type)
-        parts.append(SumPart(row_class.weight(ctx, op, UNIT_COEFFICIENT / coefficient), rows))
+        parts.append(SumPart(row_class.known_weight(ctx, op, UNIT_COEFFICIENT / coefficient), rows))
     return SumState(tuple(parts))
 
 
@@ -100,8 +100,8 @@ def states_of_weighted_labels(ctx: LossContext, op: Computation) -> Sequence[Val
     for number, coefficient in enumerate(coefficients):
         if number == ignored:
             continue
-        row_class = _RowsOfClass.find(ctx, op, labels, number, kind)
-        weight = row_class.weight(ctx, op, coefficient)
+        row_class = _RowsOfClass.mark_rows(ctx, op, labels, number, kind)
+        weight = row_class.known_weight(ctx, op, coefficient)
         weights_of_classes.append(weight * row_class.count)
         weighted = ctx.pending.make_glue(op, "aten.mul.Tensor", [losses, row_class.mask], "$0, $1", rows)
         if reduction == REDUCTION_NONE:
@@ -124,8 +124,8 @@ def _entries_of(ctx: LossContext, op: Computation, vector: SSAValue) -> tuple[Co
 def _picked_state(ctx: LossContext, op: Computation, picked: PickedEntries) -> ValueState:
     type, parts = tensor_type(op.results[0]), list[SumPart]()
     for number, coefficient in enumerate(picked.coefficients):
-        row_class = _RowsOfClass.find(ctx, op, picked.labels, number, type)
-        parts.append(SumPart(row_class.weight(ctx, op, coefficient), row_class.mask))
+        row_class = _RowsOfClass.mark_rows(ctx, op, picked.labels, number, type)
+        parts.append(SumPart(row_class.known_weight(ctx, op, coefficient), row_class.mask))
     ctx.picked[op.results[0]] = picked
     return SumState(tuple(parts))
 
@@ -140,7 +140,7 @@ class _RowsOfClass:
     count: Coefficient
 
     @staticmethod
-    def find(
+    def mark_rows(
         ctx: LossContext, op: Computation, labels: SSAValue, number: int, like: TensorType
     ) -> _RowsOfClass:
         """The rows with the label `number`, with a mask of the dtype of `like`."""
@@ -153,7 +153,7 @@ class _RowsOfClass:
         total = _make_sum(ctx, op, mask)
         return _RowsOfClass(mask, total, coefficient_of_factor(LeafFactor(total)))
 
-    def weight(self, ctx: LossContext, op: Computation, coefficient: Coefficient) -> Coefficient:
+    def known_weight(self, ctx: LossContext, op: Computation, coefficient: Coefficient) -> Coefficient:
         """The coefficient of the class; 0 if the batch has no such rows, where it may be infinite."""
         some = ctx.pending.make_glue(
             op, "aten.gt.Scalar", [self.total], "$0, 0", TensorType.from_dims([], "bool")

@@ -70,6 +70,7 @@ from secc.runtime.schedule.memory_bound import (
 )
 from secc.runtime.schedule.micro_batches import KnownPackings, MicroBatchComposer, MicroBatchTable
 from secc.runtime.schedule.order_search import MakespanBound, affordable_runs, improve_order, worthwhile_tries
+from secc.runtime.schedule.pipeline_order import PipelineOrders
 from secc.runtime.schedule.task_graph import MessagePairs, StepTasks, build_step_tasks, number_tasks
 from secc.runtime.schedule.upstream_estimate import critical_pipeline_load
 
@@ -138,6 +139,9 @@ class ScheduleCandidate:
             self.in_order_sections,
             limited=self.limited_sections,
         )
+
+
+PlannedCandidate = tuple[ScheduleCandidate, PipelineOrders]  # and the orders that it keeps to
 
 
 def schedule_batch(plan: Plan, samples: Sequence[SampleMeta], *, order: str = "wavefront") -> Schedule:
@@ -388,40 +392,41 @@ def _try_pipeline_orders(
     The likeliest strategy comes first, and those for upstream where that decides the end; others, and then
     changes of single orders, are tried as long as the step is worth the time.
     """
+
+    def build_candidate(planned: PipelineOrders) -> PlannedCandidate:
+        return pipeline_order_candidate(composer, load, micro_batches, planned), planned
+
+    def makespan_of(built: PlannedCandidate) -> int:
+        return built[0].makespan
+
     likeliest = pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY)
     first, *others = sorted(
-        [likeliest, *pipeline_order.plans_for_upstream(load, likeliest)], key=lambda o: o.end
+        [likeliest, *pipeline_order.plans_for_upstream(load, likeliest)], key=lambda planned: planned.end
     )
-    best, orders = pipeline_order_candidate(composer, load, micro_batches, first), first
-    for other_orders in others:
-        if other_orders.end < best.makespan:  # estimates are seldom too long
-            candidate = pipeline_order_candidate(composer, load, micro_batches, other_orders)
-            best, orders = (candidate, other_orders) if candidate.makespan < best.makespan else (best, orders)
-    spent = PIPELINE_MOVES_TRIES
-    if affordable_runs(best.task_count, best.makespan, lower_bound, spent):
-        improved = pipeline_order.improve_last_order(load, orders)
-        candidate = pipeline_order_candidate(composer, load, micro_batches, improved)
-        best, orders = (candidate, improved) if candidate.makespan < best.makespan else (best, orders)
+    best, spent = build_candidate(first), PIPELINE_MOVES_TRIES
+    for planned in others:
+        if planned.end < makespan_of(best):  # estimated ends are seldom too late
+            best = min(best, build_candidate(planned), key=makespan_of)
+    if affordable_runs(best[0].task_count, best[0].makespan, lower_bound, spent):
+        best = min(best, build_candidate(pipeline_order.improve_last_order(load, best[1])), key=makespan_of)
     for strategy in pipeline_order.OTHER_STRATEGIES:
         spent += PIPELINE_ORDER_TRIES * (1 + load.replica_count // pipeline_order.MAX_SIMULATED_REPLICAS)
-        if not affordable_runs(best.task_count, best.makespan, lower_bound, spent):
+        if not affordable_runs(best[0].task_count, best[0].makespan, lower_bound, spent):
             break
-        other_orders = pipeline_order.improve_last_order(load, pipeline_order.plan_orders(load, strategy))
-        candidate = pipeline_order_candidate(composer, load, micro_batches, other_orders)
-        best, orders = (candidate, other_orders) if candidate.makespan < best.makespan else (best, orders)
-    if count := worthwhile_tries(best.task_count, best.makespan, lower_bound):
-        candidate = pipeline_order_candidate(
-            composer, load, micro_batches, pipeline_order.search_orders(load, orders, count // 2)
+        planned = pipeline_order.plan_orders(load, strategy)
+        best = min(best, build_candidate(pipeline_order.improve_last_order(load, planned)), key=makespan_of)
+    if count := worthwhile_tries(best[0].task_count, best[0].makespan, lower_bound):
+        best = min(
+            best, build_candidate(pipeline_order.search_orders(load, best[1], count // 2)), key=makespan_of
         )
-        best = candidate if candidate.makespan < best.makespan else best
-    return best
+    return best[0]
 
 
 def pipeline_order_candidate(
     composer: MicroBatchComposer,
     load: pipeline_order.PipelineLoad,
     micro_batches: Sequence[SamplePositions],
-    orders: pipeline_order.PipelineOrders,
+    orders: PipelineOrders,
 ) -> ScheduleCandidate:
     """Returns the candidate in which the critical pipeline's replicas keep to the given orders of
     micro-batches.
@@ -441,8 +446,7 @@ def _build_candidate(
     composer: MicroBatchComposer,
     tables: dict[str, MicroBatchTable],
     in_order_sections: Container[str] = (),
-    planned: tuple[Sequence[Section], pipeline_order.PipelineLoad, pipeline_order.PipelineOrders]
-    | None = None,
+    planned: tuple[Sequence[Section], pipeline_order.PipelineLoad, PipelineOrders] | None = None,
 ) -> ScheduleCandidate:
     """Simulates the step of these micro-batches. `planned` has the stages, load and orders of a pipeline with
     planned orders.

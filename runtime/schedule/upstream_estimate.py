@@ -69,7 +69,7 @@ def critical_pipeline_load(composer: MicroBatchComposer) -> tuple[PipelineLoad, 
         needs_upstream=[
             any(classes[composer.pattern_ids[p]] != INDEPENDENT for p in samples) for samples in micro_batches
         ],
-        estimate_upstream=upstream.estimate,
+        estimate_upstream=upstream.estimate_times,
         upstream_work_ns=upstream.most_work_ns(),
     )
     return load, micro_batches
@@ -166,7 +166,7 @@ class _UpstreamEstimate:
                 work[rank] = work.get(rank, 0) + sum(map(shares.__getitem__, samples))
         return max(work.values(), default=0)
 
-    def estimate(self, wanted_starts: Sequence[int]) -> tuple[list[int], DrainEstimate]:
+    def estimate_times(self, wanted_starts: Sequence[int]) -> tuple[list[int], DrainEstimate]:
         """Estimates when each of the pipeline's micro-batches has its inputs, in ns, if upstream takes
         samples by their wanted start times; also returns the estimate of when its last backward ends."""
         count, start_times = self.composer.sample_count, [0] * self.composer.sample_count

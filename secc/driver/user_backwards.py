@@ -40,9 +40,9 @@ def user_backwards(model: nn.Module, user: UserModel) -> UserBackwards:
     classes = (v for v in values if isinstance(v, type) and issubclass(v, torch.autograd.Function))
     functions = (c for c in classes if isinstance(vars(c).get("backward"), staticmethod))
     methods = (f for c in user_classes(model) for f in vars(c).values())
-    hooked = (f for f in (*values, *methods) if isinstance(f, FunctionType) and _registers(f))
+    hooked = (f for f in (*values, *methods) if isinstance(f, FunctionType) and _registers_hooks(f))
     return UserBackwards(tuple(dict.fromkeys(functions)), tuple(dict.fromkeys(hooked)))
 
 
-def _registers(function: FunctionType) -> bool:
+def _registers_hooks(function: FunctionType) -> bool:
     return "register_hook" in function.__code__.co_names

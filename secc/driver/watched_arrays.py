@@ -49,7 +49,7 @@ class WatchedArray(np.ndarray[Any, Any]):
         )
         if method == "__call__" and ufunc.__name__ in _COMPARISONS:
             if not any(isinstance(v, WatchedArray) or is_watched(v) for v in inputs[place + 1 :]):
-                inputs[place].tell(_COMPARISONS[ufunc.__name__][place], plain[1 - place])
+                inputs[place].note_comparison(_COMPARISONS[ufunc.__name__][place], plain[1 - place])
             return result
         if out is not None or self.listener is None or self.origin is None:
             return result if out is None else out[0]
@@ -57,24 +57,24 @@ class WatchedArray(np.ndarray[Any, Any]):
         origin = Origin(self.origin.number)
         if method == "__call__" and all(np.ndim(value) == 0 for value in others):
 
-            def step(number: Any) -> Any:
+            def apply_step(number: Any) -> Any:
                 return ufunc(*plain[:place], number, *plain[place + 1 :])
 
-            origin = self.origin.with_step(step, any(name in ufunc.__name__ for name in _JUMPING))
+            origin = self.origin.with_step(apply_step, any(name in ufunc.__name__ for name in _JUMPING))
         return watched_array(result, self.listener, origin)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Tells of functions that compare by themselves."""
         name = func.__name__
         if name in ("isin", "in1d") and isinstance(args[0], WatchedArray):
-            args[0].tell("eq", args[1])
+            args[0].note_comparison("eq", args[1])
         elif name == "searchsorted" and isinstance(args[1], WatchedArray):
-            args[1].tell("ge", args[0])
+            args[1].note_comparison("ge", args[0])
         elif name == "digitize" and isinstance(args[0], WatchedArray):
-            args[0].tell("ge", args[1])
+            args[0].note_comparison("ge", args[1])
         return super().__array_function__(func, types, args, kwargs)
 
-    def tell(self, comparison: str, others: Any) -> None:
+    def note_comparison(self, comparison: str, others: Any) -> None:
         """Tells the listener what the numbers of this array are compared with."""
         numbers = _as_array(_plain(others)).ravel()[:_MOST_NUMBERS]
         if self.listener is not None and self.origin is not None and numbers.dtype.kind in "iuf":
@@ -140,7 +140,7 @@ def _plain(value: Any) -> Any:
 def watched_array_functions() -> Iterator[None]:
     """Lets `np.array` and `np.asarray` keep arrays watched, and those that they make of tensors."""
 
-    def keeping(made_of: Callable[..., Any]) -> Callable[..., Any]:
+    def keep_watched(made_of: Callable[..., Any]) -> Callable[..., Any]:
         def make_array(value: Any, *others: Any, **options: Any) -> Any:
             if isinstance(value, torch.Tensor) and not value.requires_grad:
                 value = value.numpy(force=True)
@@ -152,7 +152,7 @@ def watched_array_functions() -> Iterator[None]:
         return make_array
 
     plain = np.array, np.asarray
-    np.array, np.asarray = map(keeping, plain)
+    np.array, np.asarray = map(keep_watched, plain)
     try:
         yield
     finally:
