@@ -7,7 +7,6 @@ Ops are inserted before one op of the case, equal ops once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from xdsl.dialects.builtin import StringAttr
 from xdsl.ir import Attribute, Operation, SSAValue
@@ -168,6 +167,15 @@ class OperatorEmitter:
         rows."""
         lead = tensor_type(like).shape[:-1]
         kept = self.emit_mask(piece.kept_rows, lead)
+        total = self._multiply_weights(piece, lead, dtype)
+        if total is None or kept is None:
+            return kept if total is None else total
+        return self.emit_op(
+            "aten.where.ScalarOther", [kept, total], "$0, $1, 0", TensorType.from_dims(lead, dtype)
+        )[0]
+
+    def _multiply_weights(self, piece: LossPiece, lead: tuple[Expr, ...], dtype: str) -> SSAValue | None:
+        """The product of a piece's weights in the rows' shape `lead`; None where it has none."""
         total: SSAValue | None = None
         for source in self._in_order(piece.weights):
             value = self.apply_views(self.apply_views(source.value, source.views), [RowView("reshape", lead)])
@@ -175,11 +183,7 @@ class OperatorEmitter:
             total = (
                 value if total is None else self.emit_glue("aten.mul.Tensor", [total, value], "$0, $1", lead)
             )
-        if total is None or kept is None:
-            return kept if total is None else total
-        return self.emit_op(
-            "aten.where.ScalarOther", [kept, total], "$0, $1, 0", TensorType.from_dims(lead, dtype)
-        )[0]
+        return total
 
     def _in_order(self, sources: Iterable[RowSource]) -> list[RowSource]:
         """Sources by where their values are computed: sets have no order."""
@@ -204,27 +208,23 @@ class OperatorEmitter:
         """The sum of a piece by `linear_cross_entropy`, or by the sum of its rows where they are weighted."""
         if not piece.weights:
             return self._emit_cross_entropy("linear_cross_entropy", piece)
-        losses = self.emit_row_losses(piece)
-        weights = self.emit_weights(
-            replace(piece, masks=frozenset(piece.weights)),
-            self.emit_hidden(piece.student, piece.student.scale),
-            tensor_type(losses).dtype.data,
-        )
-        assert weights is not None
-        shape = tensor_type(losses).shape
-        weighted = self.emit_glue("aten.mul.Tensor", [losses, weights], "$0, $1", shape)
-        return self.emit_glue("aten.sum.default", [weighted], "$0", [])
+        return self.emit_glue("aten.sum.default", [self._emit_row_losses(piece)], "$0", [])
 
-    def emit_row_losses(self, piece: LossPiece) -> SSAValue:
-        """The cross entropy of each row of a piece without its weights, by `linear_cross_entropy_rows`."""
-        return self._emit_cross_entropy("linear_cross_entropy_rows", piece)
+    def _emit_row_losses(self, piece: LossPiece) -> SSAValue:
+        """Each row's cross entropy of a piece times the row's weights, by `linear_cross_entropy_rows`."""
+        losses = self._emit_cross_entropy("linear_cross_entropy_rows", piece)
+        shape, dtype = tensor_type(losses).shape, tensor_type(losses).dtype.data
+        weights = self._multiply_weights(piece, shape, dtype)
+        if weights is None:
+            return losses
+        return self.emit_glue("aten.mul.Tensor", [losses, weights], "$0, $1", shape)
 
     def emit_rows(self, pieces: Sequence[LossPiece], like: SSAValue) -> SSAValue:
-        """The sum over pieces of each row's cross entropy times its number, in the type of `like`."""
+        """The sum over pieces of each row's weighted cross entropy times a number, in the type of `like`."""
         shape, dtype = tensor_type(like).shape, tensor_type(like).dtype.data
         total: SSAValue | None = None
         for piece in pieces:
-            value = self.apply_views(self.emit_row_losses(piece), [RowView("reshape", shape)])
+            value = self.apply_views(self._emit_row_losses(piece), [RowView("reshape", shape)])
             if piece.number != 1:
                 value = self.emit_glue("aten.mul.Tensor", [value], f"$0, {piece.number!r}", shape)
             total = (

@@ -89,13 +89,13 @@ def group_terms(case: CaseOp, reader: FormulaReader) -> list[TermGroup]:
 
 
 def find_row_losses(reader: FormulaReader) -> list[RowLosses]:
-    """The rows that ops without a formula take, where they are cross entropies without weights."""
+    """The rows that ops without a formula take, where they are cross entropies, weighted or not."""
     values = dict.fromkeys(o for op in reader.unread for o in op.operands)
     found: list[RowLosses] = []
     for value in values:
         formula = reader.formula_of(value)
         pieces = split_into_pieces(formula.terms) if formula and formula.kind == KIND_ROWS else None
-        if pieces and all(p.rule == CROSS_ENTROPY_RULE and not p.weights for p in pieces):
+        if pieces and all(p.rule == CROSS_ENTROPY_RULE for p in pieces):
             found.append(RowLosses(value, tuple(pieces)))
     return found
 

@@ -112,6 +112,30 @@ def test_fused_plans_train_as_plain_pytorch(
     assert list(find_differences(found, reference)) == []
 
 
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("ranks", "choices"),
+    [
+        (1, ()),
+        pytest.param(2, ("policy.pp=2", "policy.backward=split"), marks=pytest.mark.slow),
+        pytest.param(2, ("policy.tp=2", "policy.micro_batch=3"), marks=pytest.mark.slow),
+        pytest.param(4, ("policy.pp=2", "policy.dp=2", "policy.recompute=full"), marks=pytest.mark.slow),
+    ],
+)
+def test_answers_that_integers_mark_are_scored_row_by_row(
+    ranks: int, choices: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = write_recording_model("marked_answers", tmp_path, MODELS)
+    reference = train_in_one_process(model, GLOBAL_BATCH, STEPS, tmp_path / "plain")
+    plan = compile_and_write(
+        model, tmp_path / "plan", cluster=f"local:{ranks}", global_batch=GLOBAL_BATCH, set=choices, fuse=True
+    ).plan
+    heads = [row[1] for row in fused_table(plan).rows if row[0] == "linear-cross-entropy"]
+    assert sorted(heads) == ["policy.head (row by row)", "reference.head (row by row)"]
+    found = train_distributed(tmp_path / "plan", plan.world_size, STEPS, tmp_path / "run")
+    assert list(find_differences(found, reference)) == []
+
+
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_the_distillation_example_trains_as_plain_pytorch(tmp_path: Path) -> None:

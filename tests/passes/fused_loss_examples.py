@@ -164,6 +164,28 @@ FUSED: list[tuple[str, str, list[str]]] = [
         "F.softplus(((b - a) * known).sum(1) * 0.1).mean()",
         [CE],
     ),
+    (
+        "y = 5 * torch.tanh(self.biased(h) / 5); i = labels.clamp(min=0)[..., None]; "
+        "a = (torch.log_softmax(y, -1).gather(2, i)[..., 0] * mask.long()).sum(-1) / mask.long().sum(-1)",
+        "-F.logsigmoid(2 * a * (share - 0.5)).mean()",
+        [CE],
+    ),
+    (
+        f"{HEAD}; {TEACHER}; i = labels.clamp(min=0)[..., None]; "
+        "a, b = [torch.log_softmax(z, -1).gather(2, i)[..., 0] for z in (y, t)]",
+        "F.softplus(((b * known - a * share[:, None]) * mask).sum(1) * 0.1).mean()",
+        [CE],
+    ),
+    (
+        f"{HEAD}; a = -(F.cross_entropy(y.transpose(1, 2), labels, reduction='none') * mask * mask).sum(-1)",
+        "-F.logsigmoid(a * (share - 0.5)).mean()",
+        [CE],
+    ),
+    (
+        f"{HEAD}; a = -(F.cross_entropy(y.transpose(1, 2), labels, reduction='none') * mask).sum(-1)",
+        "-F.logsigmoid(a * (share - 0.5)).mean() + F.cross_entropy(y.flatten(0, 1), labels.flatten())",
+        [CE, CE],
+    ),
     ("y = F.linear(h, self.embedding)", "F.cross_entropy(y.flatten(0, 1), labels.flatten())", [CE]),
     ("y = h @ self.embedding.T", "F.cross_entropy(y.flatten(0, 1), labels.flatten())", [CE]),
     ("y = h.flatten(0, 1) @ self.head.weight.T", "F.cross_entropy(y, labels.flatten())", [CE]),

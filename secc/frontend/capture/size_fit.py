@@ -138,8 +138,13 @@ class SizeFitter:
         ]
         yield from _fit_combinations(values, ((m,) for m in every))
         yield from _fit_at_least_one(values, self.size_rows, self.moving_symbols)
-        yield from self._fit_least_width(values)
-        yield from self._fit_wider_width(values, [one])
+        least = list(self._fit_least_width(values))
+        for expr in self._fit_wider_width(values, [one]):
+            if least:  # the other width was the same in all batches where it was the wider one
+                other = min(symbol_names(expr) - symbol_names(least[0]))
+                self._doubt_at(self._double_width(other))
+            yield expr
+        yield from least
         for expr in _fit_combinations(values, ((m, one) for m in every)):
             self._doubt_at(self._find_negative_width(expr, values) or self._find_far_width(expr, _FEW_SIZES))
             yield expr

@@ -31,3 +31,13 @@ def test_one_observation_refutes_coefficients() -> None:
         values = [sum(column[i] for column in columns) for i in range(rows)]
         values[random.randrange(rows)] += 1
         assert size_fit.solve_exactly(columns, tuple(values)) is None
+
+
+def test_wider_of_two_widths_comes_before_a_least_width() -> None:
+    """Where `T` is wider it is 10: the values fit Max(S, 10), too, and a wider `T` tells them apart."""
+    rows = [{"S": s, "T": t} for s, t in ((8, 10), (9, 10), (12, 7))]
+    fitter = size_fit.SizeFitter(rows, ["S", "T"], is_probing=True)
+    assert str(fitter.fit_integer([10, 10, 12])) == "Max(S, T)"
+    assert fitter.doubts == [("T", 20)]
+    wider = size_fit.SizeFitter([*rows, {"S": 8, "T": 20}], ["S", "T"], is_probing=True)
+    assert str(wider.fit_integer([10, 10, 12, 10])) == "Max(10, S)"
