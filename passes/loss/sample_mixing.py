@@ -221,8 +221,8 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
     every = _format_whole_batch(path, _find_reducing_blocks(ctx, op))
     remedy = (
         "compute the loss outside the block, from outputs that have a row for each sample; or let a loop add"
-        f" up what each sample gives, and divide behind it; or {every}, exact: all samples of a step are then"
-        " computed at once"
+        " up what each sample gives, and divide behind it, by sizes or a tensor of inputs (lengths.sum());"
+        f" or {every}, exact: all samples of a step are then computed at once"
     )
     outs = [o.data for o in op.outs]
     # Scalars that numbers show to be sums over the samples (`secc.frontend.capture.summed_results`).

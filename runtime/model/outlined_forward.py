@@ -422,14 +422,18 @@ def _stored(node: ast.AST) -> set[str]:
 
 
 def _take_out_arguments(statement: ast.stmt) -> list[ast.stmt]:
-    """Return a statement that is one call as several: each argument that calls something is computed before,
-    so that `return self.criterion(self.head(x), y)` can become a block without the head."""
-    if not isinstance(statement, ast.Return | ast.Assign | ast.Expr) or not isinstance(
-        statement.value, ast.Call
-    ):
+    """Return a statement that is one call, or one division, as several: each argument that calls something is
+    computed before, so that `return self.criterion(self.head(x), y)` can become a block without the head, and
+    `return sum(losses) / count` one without the division."""
+    if not isinstance(statement, ast.Return | ast.Assign | ast.Expr) or statement.value is None:
         return [statement]
-    before, call = list[ast.stmt](), statement.value
-    values = [*call.args, *(k.value for k in call.keywords)]
+    before, value = list[ast.stmt](), statement.value
+    if isinstance(value, ast.Call):
+        values = [*value.args, *(k.value for k in value.keywords)]
+    elif isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div):
+        values = [value.left, value.right]
+    else:
+        return [statement]
     if not all(map(_may_be_taken_out, filter(_calls_something, values))):
         return [statement]
 
@@ -442,11 +446,14 @@ def _take_out_arguments(statement: ast.stmt) -> list[ast.stmt]:
         ast.fix_missing_locations(before[-1])
         return ast.copy_location(ast.Name(name, ast.Load()), value)
 
-    arguments = [take_out(a) for a in call.args]
-    keywords = [ast.copy_location(ast.keyword(k.arg, take_out(k.value)), k) for k in call.keywords]
-    new = ast.copy_location(ast.Call(call.func, arguments, keywords), call)
+    if isinstance(value, ast.Call):
+        arguments = [take_out(a) for a in value.args]
+        keywords = [ast.copy_location(ast.keyword(k.arg, take_out(k.value)), k) for k in value.keywords]
+        new: ast.expr = ast.Call(value.func, arguments, keywords)
+    else:
+        new = ast.BinOp(take_out(value.left), value.op, take_out(value.right))
     changed = copy.copy(statement)
-    changed.value = new
+    changed.value = ast.copy_location(new, value)
     return [*before, changed]
 
 

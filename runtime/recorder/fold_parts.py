@@ -11,12 +11,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from secc.runtime.plan.schema import EACH_SUFFIX
 from secc.runtime.recorder.finalize import is_needed
 from secc.runtime.recorder.part_rules import (
     Cut,
@@ -173,7 +175,8 @@ class _PartFolder:
             shape = list(source.meta["shape"])
             shape[dim] = bounds[-1]
             whole.meta = items[0].meta | {"shape": tuple(shape)}
-        cut = Cut(dim, tuple(bounds), is_rows=dim == 0)
+        is_ragged = dim == 0 and _is_ragged(source, bounds)
+        cut = Cut(dim, tuple(bounds), is_rows=dim == 0, is_ragged=is_ragged)
         for i, item in enumerate(items):
             self._add_part(item, _Part(whole, i, len(items), cut))
             self.lines |= {item.meta["where"]}
@@ -371,6 +374,18 @@ def _is_cut(node: fx.Node, loops: Collection[str]) -> bool:
     dim = args[1] % len(args[0].meta["shape"])
     part, whole = node.meta["shape"][dim], args[0].meta["shape"][dim]
     return part < whole or (part == whole and node.meta["where"] in loops)
+
+
+def _is_ragged(source: fx.Node, bounds: Sequence[int]) -> bool:
+    """Whether parts of rows [positions, features] are sequences of their own: entries of a list in the batch,
+    or cut at other lengths than those of chunks."""
+    sizes = [end - start for start, end in pairwise(bounds)]
+    if len(source.meta["shape"]) > 2 or max(sizes) <= 1:
+        return False
+    is_list = source.op == "placeholder" and EACH_SUFFIX in str(source.target)
+    full = [size for size in sizes if size][:-1]  # the last chunk may be shorter, and some may be empty
+    are_chunks = sizes == sorted(sizes, reverse=True) and max(full, default=0) - min(full, default=0) <= 1
+    return is_list or not are_chunks
 
 
 def _dim_of_split(node: fx.Node) -> int:

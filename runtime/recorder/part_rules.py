@@ -60,12 +60,14 @@ class Cut:
 
     outer is 1 until dims in front are merged into the cut one: a part [B, c] of [B, T] is one run of
     positions, and [B*c] of [B*T] is B of them. is_rows: the parts were cut along dim 0, where samples are.
+    is_ragged: each part is a sequence of its own, of its own length, with positions that a block may mix.
     """
 
     dim: int
     bounds: tuple[int, ...]
     outer: int = 1
     is_rows: bool = False
+    is_ragged: bool = False
 
     @property
     def whole_size(self) -> int:
@@ -128,10 +130,11 @@ def find_result_cuts(node: fx.Node, cuts: Mapping[fx.Node, Cut]) -> Sequence[Cut
     rank = len(next(iter(cuts)).meta.get("shape", ()))
     same_dim = all(c.dim == first.dim for c in given)
     if node.op == "call_module":
-        # A block works on each row by itself, [samples, ...] or [rows, features], but may mix positions.
+        # A block works on each row by itself, [samples, ...] or [rows, features], but may mix positions; the
+        # rows of a sequence are positions.
         mixed = node.meta.get("mixed_dims")
         by_position = mixed is not None and first.dim < rank - mixed
-        by_row = first.dim == 0 and (first.is_rows or rank <= 2)
+        by_row = first.dim == 0 and not first.is_ragged and (first.is_rows or rank <= 2)
         return [first] if same_dim and (by_row or by_position) else []
     if target in (take_at_path, operator.getitem):
         return [first]

@@ -244,3 +244,61 @@ def test_statements_train_as_in_plain_pytorch(name: str, pins: tuple[str, ...], 
     own = load_model_file(MODELS / f"{name}.py").build_model()
     exported = load_full_state_dict(tmp_path / "run" / "saved")
     assert own.load_state_dict({k: torch.as_tensor(v) for k, v in exported.items()}, strict=True)
+
+
+@pytest.mark.parametrize(
+    "name, first, last",
+    [
+        ("summed_recordings", "for frames, signs", "count +="),
+        ("encoded_paragraphs", "torch.cat(", "torch.cat("),
+    ],
+)
+def test_a_loop_that_calls_a_module_for_each_sequence_trains_on_several_ranks(
+    name: str, first: str, last: str, tmp_path: Path
+) -> None:
+    """The module mixes the rows of its argument, so the calls are not one call for all rows."""
+    model = write_recording_model(name, tmp_path, MODELS)
+    pins = ("model.dp=3", "model.micro_batch=2")
+    options = CompileOptions(cluster="local:3", global_batch=12, set=pins)
+    compiled = check_exactness(compile_model(model, options), required=True)
+    assert name_lines(MODELS / f"{name}.py", first, last) in compiled.plan.sections[-1].blocks
+    assert not any(s.whole_batch for s in compiled.plan.sections)
+    compiled.write_plan(tmp_path / "plan", report_page)
+    assert compiled.plan.world_size == 3
+    reference = train_in_one_process(model, 12, 4, tmp_path / "plain")
+    found = train_distributed(tmp_path / "plan", 3, 4, tmp_path / "run")
+    assert list(find_differences(found, reference)) == []
+
+
+@pytest.mark.parametrize("form", ["entries of one length", "a list of losses"])
+def test_a_loop_over_sequences_leaves_the_division_outside_of_its_block(form: str, tmp_path: Path) -> None:
+    text = (MODELS / "summed_recordings.py").read_text()
+    if form == "entries of one length":
+        changed = text.replace("int(torch.randint(2, 7, (), generator=g))", "4")
+        first, last = "for frames, signs", "count +="
+    else:
+        changed = text.replace("total, count = 0, 0", "losses, count = [], 0").replace(
+            'total = total + F.cross_entropy(scores, signs, reduction="sum")',
+            'losses.append(F.cross_entropy(scores, signs, reduction="sum"))',
+        )
+        changed = changed.replace("return total / count", "return torch.stack(losses).sum() / count")
+        first, last = "losses, count =", "return torch.stack"
+    assert changed != text
+    model = tmp_path / "loop.py"
+    model.write_text(changed)
+    options = CompileOptions(cluster="local:3", global_batch=12, set=("model.dp=3",))
+    plan = check_exactness(compile_model(model, options), required=True).plan
+    assert [(s.blocks, s.whole_batch) for s in plan.sections] == [((name_lines(model, first, last),), False)]
+
+
+def test_a_divisor_that_a_loop_counts_by_values_names_a_remedy_that_works(tmp_path: Path) -> None:
+    text = (MODELS / "summed_recordings.py").read_text()
+    counted = text.replace("signs.numel()", "int((signs != 0).sum())")
+    (tmp_path / "counted.py").write_text(counted)
+    options = CompileOptions(cluster="local:3", global_batch=12, set=("model.dp=3",))
+    with pytest.raises(UserError, match="not separable by sample: lines_") as refused:
+        compile_model(tmp_path / "counted.py", options)
+    assert "divide behind it, by sizes or a tensor of inputs" in refused.value.remedy
+    divided = text.replace("total / count", 'total / (torch.cat(batch["signs"]) != 0).sum()')
+    (tmp_path / "divided.py").write_text(divided.replace("            count += signs.numel()\n", ""))
+    check_exactness(compile_model(tmp_path / "divided.py", options), required=True)

@@ -147,9 +147,12 @@ def find_first_difference(groups: list[list[ObservedRecording]]) -> GlueDiagnost
 def _describe_difference(x: fx.Node, y: fx.Node) -> GlueDiagnostic:
     """Returns what tells two nodes apart, the first ones that differ."""
     looped = next((n for n in (x, y) if _takes_one_part(n)), None)
-    if looped is not None and (path := _called_with(looped)):
-        message = f"{CHANGING_GLUE}: a loop calls {path} for one part of the batch after the other"
-        return GlueDiagnostic(message, looped.meta.get("where", ""), (), looped.meta.get("module", ""))
+    if looped is not None and (call := _called_with(looped)) is not None:
+        message = f"{CHANGING_GLUE}: a loop calls {call.target} for one part of the batch after the other"
+        module = looped.meta.get("module", "")
+        # A list of tensors of one shape is taken apart before forward, at no line of the loop.
+        place = call if call.meta.get("module", "") == module else looped
+        return GlueDiagnostic(message, place.meta.get("where", ""), (), module)
     for node in (x, y):
         if not (key := _unpacked_list(node)):
             continue
@@ -209,17 +212,17 @@ def _takes_one_part(node: fx.Node) -> bool:
     return node.op == "call_function" and name.startswith(("getitem", "select", "slice"))
 
 
-def _called_with(node: fx.Node) -> str:
-    """Returns the block that is called next with what a node gives, through glue; "" if there is none."""
+def _called_with(node: fx.Node) -> fx.Node | None:
+    """Returns the next call of a block that takes what a node gives, through glue; None if there is none."""
     queue, seen = [node], {node}
     while queue:
         for user in queue.pop(0).users:
             if user.op == "call_module":
-                return str(user.target)
+                return user
             if user not in seen:
                 seen.add(user)
                 queue.append(user)
-    return ""
+    return None
 
 
 def _format_node(node: fx.Node) -> str:

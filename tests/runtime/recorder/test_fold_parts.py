@@ -21,7 +21,7 @@ class Looped(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.body, self.head, self.loss = nn.Linear(2, 2), nn.Linear(2, 5), loss
-        if loss is attended_slices:
+        if loss in (attended_slices, attended_sequences):
             self.head = nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -123,11 +123,15 @@ def neighbours(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     return (head(first) * head(second)).sum() + head(third).sum()
 
 
-FOLDED: dict[str, Loss] = {f.__name__: f for f in (chunked, scaled, joined, one_by_one, squares)}
-FOLDED |= {f.__name__: f for f in (by_positions, of_images, by_sample)}
-FOLDED |= {f.__name__: f for f in (of_flat_slices, with_an_empty_part)}
-KEPT: dict[str, Loss] = {f.__name__: f for f in (of_chunks, along_rows, neighbours)}
-KEPT |= {f.__name__: f for f in (along_positions, merged_positions, shared_labels, attended_slices)}
+def attended_sequences(head: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Positions of sequences of uneven lengths, which `head` mixes."""
+    return torch.stack([head(part).pow(2).sum() for part in h.flatten(0, 1).split([2, 6, 5, 8])]).sum()
+
+
+_FOLDED = (chunked, scaled, joined, one_by_one, squares, by_positions, of_images, by_sample)
+_KEPT = (of_chunks, along_rows, neighbours, along_positions, merged_positions, shared_labels)
+FOLDED: dict[str, Loss] = {f.__name__: f for f in (*_FOLDED, of_flat_slices, with_an_empty_part)}
+KEPT: dict[str, Loss] = {f.__name__: f for f in (*_KEPT, attended_slices, attended_sequences)}
 
 
 @pytest.mark.parametrize("name", [*FOLDED, *KEPT])
