@@ -74,9 +74,8 @@ SAMPLES_PER_RANK = 8  # of the global batch, where none is given
 # that take more than so many times the best plan's work with all samples divided are not priced.
 UNEVEN_PERMILLE = 2000
 MOST_DEALT_RATIO = 1.5
-TIED_SHARE = (
-    1 / 64
-)  # of a step by which a plan may be longer before limits of samples are raised in it as well
+# Limits of samples are also raised in a plan that takes at most this share longer than the best one.
+TIED_SHARE = 1 / 64
 MOST_SLOWER = 1 / 16  # of a plan with captured layers than without, before other plans are sought
 RESERVED_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)  # of memory, where drawn batches need more than mean ones
 RUN_AGAIN_NOTE = "no stages: its layers run again in the same forward, and each run would be on other ranks"
@@ -223,18 +222,16 @@ class Allocate(ModulePass):
             won = replace(enlarged.refined, assignment=own)
             facts |= _step_facts("micro_batches", enlarged.step_ns)
         evaluator = solved.make_evaluator()
-        own_ways = choose_interleaving(evaluator, won, ranks, solved.pins)
-        ways = interleave_close_plans(evaluator, own_ways, won.close_plans, assign_ranks, solved.pins)
-        tied = (1 + TIED_SHARE) * ways.refined.evaluation.time_ns
-        plans = (
-            [ways, own_ways]
-            if ways is not own_ways and own_ways.refined.evaluation.time_ns <= tied
-            else [ways]
-        )
-        limited = [self._raise_sample_limits(solved, plan) for plan in plans]
-        chosen = min(range(len(plans)), key=lambda i: limited[i].refined.evaluation.time_ns)
-        facts |= _interleaving_facts(plans[chosen]) | _step_facts("sample_limits", limited[chosen].step_ns)
-        return replace(solved, problem=limited[chosen].problem), limited[chosen].refined, facts
+        own = choose_interleaving(evaluator, won, ranks, solved.pins)
+        best = interleave_close_plans(evaluator, own, won.close_plans, assign_ranks, solved.pins)
+        most_ns = (1 + TIED_SHARE) * best.refined.evaluation.time_ns
+        limited = self._raise_sample_limits(solved, best)
+        if own is not best and own.refined.evaluation.time_ns <= most_ns:
+            own_limited = self._raise_sample_limits(solved, own)
+            if own_limited.refined.evaluation.is_better_than(limited.refined.evaluation):
+                best, limited = own, own_limited
+        facts |= _interleaving_facts(best) | _step_facts("sample_limits", limited.step_ns)
+        return replace(solved, problem=limited.problem), limited.refined, facts
 
     def _raise_sample_limits(self, solved: SolvedAllocation, plan: InterleavedPlan) -> LimitedPlan:
         """The plan with as many samples in a micro-batch as make its scheduled step shortest."""

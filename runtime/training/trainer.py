@@ -640,13 +640,13 @@ class Trainer:
     def _refuse_unequal_writes(self, written: Collection[str]) -> None:
         """Raises UserError on all ranks if what callbacks have written differs between ranks. Collective."""
 
-        def exchange(values: Sequence[float]) -> torch.Tensor:
+        def exchange_numbers(values: Sequence[float]) -> torch.Tensor:
             own = torch.tensor(values, dtype=torch.float64, device=self.context.device)
             return self.context.data_plane.exchange_values(own, 0).cpu()
 
         weights, failed = self._partial_weights, self._callbacks.error is not None
         whole = {n: t for n, t in weights.tensors.items() if n not in weights.missing}
-        found = find_unequal_write(self._weight_names, whole, written, failed, exchange)
+        found = find_unequal_write(self._weight_names, whole, written, failed, exchange_numbers)
         if found is not None:
             raise found.as_error("on_step")
 

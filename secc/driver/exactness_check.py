@@ -867,14 +867,14 @@ def _refuse_bounded_backwards(
         return
     message = (
         f"where gradients are {_HOOK_SCALE:g} times as large, a backward of your own or a hook on a tensor"
-        f" ({', '.join(found.names)}) gives another gradient for micro-batches than for the whole batch: it"
-        " sees a part of the samples"
+        f" ({', '.join(found.qualified_names)}) gives another gradient for micro-batches than for the whole"
+        " batch: it sees a part of the samples"
     )
     remedy = (
         "treat the gradient of each sample by itself (a factor, `g.clamp`, a norm over its own dims);"
         " gradients of the whole batch are clipped by secc run --clip"
     )
-    raise InexactPlan(message, found.where or str(rank.user.path), remedy)
+    raise InexactPlan(message, found.source_line or str(rank.user.path), remedy)
 
 
 def _compare_many_samples(

@@ -160,7 +160,7 @@ def find_kept_state(
     initial = [(v, _copy(v.read())) for v in iter_values(model, user)]
     kept_once = [(v, content) for v, content in initial if is_in_any(v.owner, undivided)]
 
-    def compute(
+    def run_forward(
         some: Sequence[Mapping[str, Any]], moved: bool = False, gradients: bool = False
     ) -> tuple[_Outcome, WeightChanges]:
         _restore(kept_once)
@@ -183,7 +183,7 @@ def find_kept_state(
         return outcome, changes
 
     def compute_all(gradients: bool = True) -> _Outcome:
-        return compute(samples, gradients=gradients)[0]
+        return run_forward(samples, gradients=gradients)[0]
 
     def find_weight(changes: WeightChanges, begin: Callable[[], None] = lambda: None) -> ChangedWeight | None:
         if not changes.places:
@@ -193,25 +193,25 @@ def find_kept_state(
             fewer = None
             with suppress(Exception):
                 begin()
-                fewer = compute(half, moved)[1]
+                fewer = run_forward(half, moved)[1]
             if moved:
                 begin()
-                changes = compute(samples, moved)[1]
+                changes = run_forward(samples, moved)[1]
             if (weight := _find_changed_weight(changes, fewer, blocks, undivided)) is not None:
                 return weight
         return None
 
     def find_between_calls() -> tuple[ChangedWeight | None, KeptState | None]:
         with suppress(Exception):  # fewer samples may lack what forward takes for granted
-            compute(half)
+            run_forward(half)
         first = _read_values(model, user)
-        loss, changes = compute(samples)
+        loss, changes = run_forward(samples)
         if (weight := find_weight(changes)) is not None:
             return weight, None
         second = _read_values(model, user)
         for value, _ in kept_once:
             second.pop(value.name, None)
-        again = compute(samples)[0]
+        again = run_forward(samples)[0]
         values = [v for v in iter_values(model, user) if v.name in second]
         changed = [v for v in values if not are_equal(v.read(), second[v.name])]
         if _differ(loss, again):
@@ -224,14 +224,14 @@ def find_kept_state(
     def find_of_first_call(begin: Callable[[], None]) -> tuple[ChangedWeight | None, KeptState | None]:
         begin()
         lines.clear()
-        outcome, changes = compute(samples, gradients=True)
+        outcome, changes = run_forward(samples, gradients=True)
         whole = _read_values(model, user)
         if (weight := find_weight(changes, begin)) is not None:
             return weight, None
         for some in (half, samples[len(samples) // 2 :], *([s] for s in samples[:_SINGLE])):
             begin()
             with suppress(Exception):
-                compute(some)
+                run_forward(some)
             kept = [v for v in iter_values(model, user) if not are_equal(v.read(), whole.get(v.name))]
             again = partial(compute_all, gradients=bool(kept))
             if (kept or len(some) > 1) and _differ(_outcome_or_nan(again), outcome):

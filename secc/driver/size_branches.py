@@ -57,12 +57,13 @@ def _find_branch(function: FunctionType) -> str:
     looks = bool(names & _SIZES) or "len" in names
     for node in ast.walk(tree):
         compares = isinstance(node, ast.Compare) and any(isinstance(op, _ORDERS) for op in node.ops)
-        if (compares and looks) or (isinstance(node, ast.Slice) and _is_long(node)):
-            place = node.lineno if isinstance(node, ast.Compare) else node.upper.lineno  # type: ignore[union-attr]
-            return f"{function.__code__.co_filename}:{line + place - 1}"
+        if isinstance(node, ast.expr) and ((compares and looks) or _is_long_slice(node)):
+            return f"{function.__code__.co_filename}:{line + node.lineno - 1}"
     return ""
 
 
-def _is_long(part: ast.Slice) -> bool:
-    """Whether a slice ends at a number of places that a global batch may have samples."""
-    return isinstance(part.upper, ast.Constant) and isinstance(part.upper.value, int) and part.upper.value > 2
+def _is_long_slice(node: ast.expr) -> bool:
+    """Whether an expression is a slice with a constant end above two: a batch may have more samples."""
+    if not isinstance(node, ast.Slice) or not isinstance(node.upper, ast.Constant):
+        return False
+    return isinstance(node.upper.value, int) and node.upper.value > 2

@@ -176,7 +176,7 @@ class ComparisonWatch(TorchDispatchMode):
         """Notes that code compares numbers of a tensor, or what it computed from them, with another."""
         compare = getattr(operator, comparison)
 
-        def note(frame: FrameType) -> None:
+        def note_frame(frame: FrameType) -> None:
             where = format_source_line(frame.f_code, frame.f_lineno)
             answers = [bool(compare(value, number)) for value in values]
             asked = AskedNumber(where, comparison, number, isinstance(values[0], int))
@@ -185,12 +185,12 @@ class ComparisonWatch(TorchDispatchMode):
             search = (where, comparison, number)
             self._note_numbers_read(search, origin, lambda result: bool(compare(result, number)) is wanted)
 
-        self._follow(note)
+        self._follow(note_frame)
 
     def note_key(self, value: float, origin: Origin) -> None:
         """Notes the numbers of containers in which code may look for a number of a tensor."""
 
-        def note(frame: FrameType) -> None:
+        def note_frame(frame: FrameType) -> None:
             where = format_source_line(frame.f_code, frame.f_lineno)
             for number in _numbers_of_code(frame, _MOST_KEYS, with_texts=True):
                 self._note(
@@ -198,7 +198,7 @@ class ComparisonWatch(TorchDispatchMode):
                 )
                 self._note_numbers_read((where, "eq", number), origin, partial(operator.eq, number))
 
-        self._follow(note)
+        self._follow(note_frame)
 
     def _follow(self, note: Callable[[FrameType], None]) -> None:
         """Calls `note` with the frame of code that does something with a followed number, unless enough is

@@ -22,12 +22,12 @@ class UserBackwards:
     hooked: tuple[FunctionType, ...]
 
     @property
-    def names(self) -> list[str]:
+    def qualified_names(self) -> list[str]:
         """What they are called."""
         return [f.__qualname__ for f in (*self.functions, *self.hooked)]
 
     @property
-    def where(self) -> str:
+    def source_line(self) -> str:
         """The file:line of the first one."""
         backwards = (vars(f)["backward"].__func__ for f in self.functions)
         code = next((f.__code__ for f in (*backwards, *self.hooked) if isinstance(f, FunctionType)), None)

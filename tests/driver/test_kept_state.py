@@ -116,18 +116,21 @@ def test_what_a_block_keeps_of_its_first_batch_is_refused(name: str, tmp_path: P
     assert "a first batch" in refused.value.remedy
 
 
+def _refuse_changed_parameter(folder: Path, line: str, name: str, made: str) -> None:
+    """Checks a model with one parameter more, that a line of its block changes."""
+    text = MODEL.format(inside=line, outside="pass").replace(
+        "        self.register_buffer", f"        self.{name} = {made}\n        self.register_buffer"
+    )
+    (folder / "net.py").write_text(text)
+    compiled = compile_model(folder / "net.py", CompileOptions(cluster="local:2", global_batch=8))
+    with pytest.raises(UserError, match=rf"changes the parameter warm\.{name} in warm"):
+        check_exactness(compiled, required=True)
+
+
 def test_a_weight_that_the_first_batch_sets_is_refused(tmp_path: Path) -> None:
     line = "_ = self.shift.any() or self.shift.data.copy_(x.detach().mean((0, 1))); x = x - self.shift"
-    text = MODEL.format(inside=line, outside="pass").replace(
-        "        self.register_buffer",
-        "        self.shift = nn.Parameter(torch.zeros(8))\n        self.register_buffer",
-    )
-    (tmp_path / "net.py").write_text(text)
-    with pytest.raises(UserError, match=r"changes the parameter warm\.shift in warm"):
-        check_exactness(
-            compile_model(tmp_path / "net.py", CompileOptions(cluster="local:2", global_batch=8)),
-            required=True,
-        )
+    made = "nn.Parameter(torch.zeros(8))"
+    _refuse_changed_parameter(tmp_path, line, "shift", made)
 
 
 @pytest.mark.parametrize(
@@ -227,14 +230,5 @@ def test_a_block_may_bound_its_weights(tmp_path: Path) -> None:
 
 def test_a_teacher_that_starts_as_its_students_copy_is_seen_to_follow_it(tmp_path: Path) -> None:
     line = "self.twin.data.lerp_(self.linear.weight.data, 0.1); factor = self.twin.mean()"
-    text = MODEL.format(inside=line, outside="pass").replace(
-        "        self.register_buffer",
-        "        self.twin = nn.Parameter(self.linear.weight.detach().clone(), requires_grad=False)\n"
-        "        self.register_buffer",
-    )
-    (tmp_path / "net.py").write_text(text)
-    with pytest.raises(UserError, match=r"changes the parameter warm\.twin in warm"):
-        check_exactness(
-            compile_model(tmp_path / "net.py", CompileOptions(cluster="local:2", global_batch=8)),
-            required=True,
-        )
+    made = "nn.Parameter(self.linear.weight.detach().clone(), requires_grad=False)"
+    _refuse_changed_parameter(tmp_path, line, "twin", made)

@@ -1,6 +1,7 @@
-"""Preference optimization (DPO) whose batch marks answers by integers (`completion_mask`, as TRL's collator
-makes them): chosen and rejected texts in one batch, one half behind the other, a head with a bias and capped
-logits, and the log-probabilities of a policy and a frozen reference, summed by text."""
+"""Preference optimization (DPO) with an integer mask of answer tokens, as TRL's collator makes it.
+
+The batch has the chosen texts first and the rejected ones behind them. The head has a bias and soft-capped
+logits; the log-probabilities of a policy and a frozen reference are summed by text."""
 
 from __future__ import annotations
 

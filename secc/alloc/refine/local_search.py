@@ -254,19 +254,19 @@ class _LocalSearch:
         """The best plans with a few other shapes, norms and micro-batches, of those with stages that are
         close to `shortest`."""
 
-        def ways(a: Assignment) -> tuple[tuple[int, int, int, int, str], ...]:
+        def shapes_of(a: Assignment) -> tuple[tuple[int, int, int, int, str], ...]:
             chosen = [self.problem.sections[s][i] for s, i in a.choice.items()]
             return tuple((c.tp, c.pp, c.cp, c.micro_batch * (c.pp > 1), c.norms) for c in chosen)
 
         most = self._estimated_ns(shortest) * (1 + ESTIMATE_MARGIN)
-        best = {ways(shortest): shortest}
+        best = {shapes_of(shortest): shortest}
         for a in sorted(self.evaluated, key=self._estimated_ns):
             if (
                 self._estimated_ns(a) <= most
                 and self._fits_memory(a)
-                and any(pp > 1 for _, pp, *_ in ways(a))
+                and any(pp > 1 for _, pp, *_ in shapes_of(a))
             ):
-                best.setdefault(ways(a), a)
+                best.setdefault(shapes_of(a), a)
         close = [a for a in best.values() if a is not shortest][:MOST_CLOSE_PLANS]
         spent = accumulate(self.estimates[_plan_key(a)].tasks for a in close)
         return tuple(a for a, tasks in zip(close, spent, strict=True) if tasks <= MOST_CLOSE_TASKS)

@@ -243,7 +243,7 @@ class PlanEvaluator:
             [(self, request) for request in requests], lambda new: evaluate([request for _, request in new])
         )
 
-    def identify(self, request: EvaluationRequest) -> EvaluatedPlan:
+    def evaluation_key(self, request: EvaluationRequest) -> EvaluatedPlan:
         """What an evaluation depends on, with the batch."""
         assignment, ranks, batch = request
         return (
@@ -259,7 +259,7 @@ class PlanEvaluator:
         assignment, ranks, batch = request
         stages = sum(self.problem.sections[s][i].shape.stages for s, i in assignment.choice.items())
         tasks = 2 * stages * len(self.batches[batch or 0])
-        known = (self.known.get(self.identify((assignment, ranks, other))) for other in (None, 0))
+        known = (self.known.get(self.evaluation_key((assignment, ranks, other))) for other in (None, 0))
         estimate = next((e for e in known if e is not None), None)
         return tasks if estimate is None else estimate.tasks + expect_searched_tasks(estimate)
 
@@ -643,12 +643,12 @@ def evaluate_on_all_cores(requests: Sequence[tuple[PlanEvaluator, EvaluationRequ
     """Evaluations on batches, by evaluators of the same work. Those that are not known yet run on all cores,
     if they take long enough."""
 
-    def evaluate(new: Sequence[tuple[PlanEvaluator, EvaluationRequest]]) -> list[Evaluation]:
+    def evaluate_new(new: Sequence[tuple[PlanEvaluator, EvaluationRequest]]) -> list[Evaluation]:
         tasks = sum(evaluator.expect_tasks(request) for evaluator, request in new)
         map_requests = process_map.map_in_processes if tasks >= MIN_PARALLEL_TASKS else map
         return [*map_requests(lambda item: item[0].evaluate_batch(*item[1][:2], item[1][2] or 0), new)]
 
-    return _evaluate_once(requests, evaluate)
+    return _evaluate_once(requests, evaluate_new)
 
 
 def _evaluate_once(
@@ -658,7 +658,7 @@ def _evaluate_once(
     """Returns the evaluations of requests to evaluators of the same work; calls `evaluate` with those that
     are not known yet. An estimate of a step without time for a search is the evaluation on the first batch as
     well."""
-    keys = [evaluator.identify(request) for evaluator, request in requests]
+    keys = [evaluator.evaluation_key(request) for evaluator, request in requests]
     known = requests[0][0].known if requests else {}
     new = {k: request for k, request in zip(keys, requests, strict=True) if k not in known}
     found = dict(zip(new, evaluate([*new.values()]) if new else (), strict=True))

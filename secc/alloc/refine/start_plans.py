@@ -74,12 +74,12 @@ def plans_of_kinds(problem: Problem, best: Assignment, margin: float) -> list[As
             others = {getattr(c, degree) for c in usable} - {getattr(own, degree)}
             kinds += [(s, degree, n) for n in sorted(others)]
 
-    def solve(kind: tuple[str, str, int]) -> Assignment | None:
+    def solve_kind(kind: tuple[str, str, int]) -> Assignment | None:
         section, degree, n = kind
         other = exclude_candidates(problem, lambda c: getattr(c, degree) != n, (section,))
         return solver.solve_within_limit(other)
 
-    return [a for a in _map_variants(problem, solve, kinds) if a is not None]
+    return [a for a in _map_variants(problem, solve_kind, kinds) if a is not None]
 
 
 def plans_with_dealt_samples(problem: Problem, best: Assignment, margin: float) -> list[Assignment]:
@@ -101,13 +101,13 @@ def plans_with_dealt_samples(problem: Problem, best: Assignment, margin: float) 
         _replica_layout(c) for c in problem.sections[heaviest] if not c.excluded and c.cp_per == "micro_batch"
     )
 
-    def solve(variant: tuple[str, tuple[int, ...]]) -> Assignment | None:
+    def solve_variant(variant: tuple[str, tuple[int, ...]]) -> Assignment | None:
         strategy, layout = variant
         other = exclude_candidates(strategies[strategy], lambda c: _replica_layout(c) != layout, (heaviest,))
         return solver.solve_within_limit(other)
 
     variants = [*product(strategies, layouts)]
-    solved = [*zip(variants, _map_variants(problem, solve, variants), strict=True)]
+    solved = [*zip(variants, _map_variants(problem, solve_variant, variants), strict=True)]
     for strategy, variant in strategies.items():
         found = [a for (own, _), a in solved if own == strategy and a is not None]
         found.sort(key=lambda a, variant=variant: evaluate_assignment(variant, a).time_ns)

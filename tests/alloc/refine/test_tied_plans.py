@@ -19,7 +19,7 @@ def test_limits_are_raised_in_plans_that_are_nearly_as_short(
 ) -> None:
     found = list[InterleavedPlan]()
 
-    def shorten(_: Any, own: InterleavedPlan, *__: Any) -> InterleavedPlan:
+    def shorten_plan(_: Any, own: InterleavedPlan, *__: Any) -> InterleavedPlan:
         """Another plan that is shorter before limits are raised."""
         ns = own.refined.evaluation.time_ns * (1000 - saved_permille) // 1000
         evaluation = replace(own.refined.evaluation, time_ns=ns)
@@ -31,7 +31,7 @@ def test_limits_are_raised_in_plans_that_are_nearly_as_short(
         evaluation = replace(plan.refined.evaluation, time_ns=plan.refined.evaluation.time_ns // len(found))
         return LimitedPlan(plan.problem, replace(plan.refined, evaluation=evaluation), {})
 
-    monkeypatch.setattr(allocate, "interleave_close_plans", shorten)
+    monkeypatch.setattr(allocate, "interleave_close_plans", shorten_plan)
     monkeypatch.setattr(allocate.Allocate, "_raise_sample_limits", raise_limits)
     graph = graph_of(allocate_model(cluster="1x4xH100", search=True))
     assert len(found) == raised

@@ -169,11 +169,11 @@ def test_few_statements_of_a_long_forward_are_taken_out(
     (tmp_path / "long.py").write_text(text.replace("        return total", f"{behind}\n        return total"))
     taken = list[tuple[int, int]]()
 
-    def outline(*args: Any) -> OutlinedStatements:
+    def note_range(*args: Any) -> OutlinedStatements:
         taken.append(args[2:])
         return outline_statements(*args)
 
-    monkeypatch.setattr(code_blocks, "outline_statements", outline)
+    monkeypatch.setattr(code_blocks, "outline_statements", note_range)
     with pytest.raises(UserError, match="reduces its samples"):
         compile_model(tmp_path / "long.py", CompileOptions(cluster="local:2", global_batch=8))
     assert 0 < len(taken) <= 30

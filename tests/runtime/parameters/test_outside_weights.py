@@ -123,19 +123,19 @@ def test_unequal_writes_are_found_by_all_ranks(failed: bool) -> None:
         left = iter(answers)
         return lambda own: torch.tensor([list(own), next(left)], dtype=torch.float64)
 
-    def digests(tensors: dict[str, torch.Tensor], found: list[str]) -> list[float]:
+    def exchanged_digests(tensors: dict[str, torch.Tensor], found: list[str]) -> list[float]:
         seen = list[list[float]]()
 
-        def note(own: Sequence[float]) -> torch.Tensor:
+        def note_numbers(own: Sequence[float]) -> torch.Tensor:
             seen.append(list(own))
             return torch.tensor([list(own)], dtype=torch.float64)
 
-        find_unequal_write(names, tensors, found, False, note)
+        find_unequal_write(names, tensors, found, False, note_numbers)
         return seen[-1]
 
-    equal = exchange_with([[0, failed], [0, 0, 0], digests(other, ["a"])])
+    equal = exchange_with([[0, failed], [0, 0, 0], exchanged_digests(other, ["a"])])
     assert find_unequal_write(names, mine, {"a"}, False, equal) is None
     other["a"][1] = 2
-    unequal = exchange_with([[0, failed], [0, 0, 0], digests(other, ["a"])])
+    unequal = exchange_with([[0, failed], [0, 0, 0], exchanged_digests(other, ["a"])])
     found = find_unequal_write(names, mine, {"a"}, False, unequal)
     assert found == (None if failed else UnequalWrite("a", (0,), (0, 1)))
