@@ -13,6 +13,7 @@ from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.approximations import take_function_of_sums
 from secc.passes.loss.batch_statistics import reads_statistics
 from secc.passes.loss.coefficient import (
+    SCALAR_TYPE,
     UNIT_COEFFICIENT,
     AppliedFactor,
     Coefficient,
@@ -25,6 +26,10 @@ from secc.passes.loss.pending_ops import get_argument
 from secc.passes.loss.value_states import LocalState, StackState, SumPart, SumState, ValueState
 
 OperandTerm = SSAValue | Coefficient
+_EXTREMES = {
+    **dict.fromkeys(("max", "amax"), "aten.maximum.default"),
+    **dict.fromkeys(("min", "amin"), "aten.minimum.default"),
+}
 _MOST_ENTRIES = 64  # of a vector of sums that is followed entry by entry; each becomes a term of the loss
 _STATISTIC_TIMES_SUM = "multiplies a sum over samples by a function of sums over the batch"
 
@@ -197,6 +202,25 @@ def apply_to_entries(ctx: LossContext, op: Computation) -> ValueState | None:
             return None
         items.append(SumState((SumPart(coefficient_of_factor(AppliedFactor(op, known))),)))
     return StackState(tuple(items))
+
+
+def take_extreme(ctx: LossContext, op: Computation) -> ValueState | None:
+    """The largest or the least entry of a short vector of coefficients. None for others."""
+    pick = _EXTREMES.get(op.base_name)
+    count = count_few_entries(op.operands[0])
+    if pick is None or count is None or len(op.operands) > 1 or len(op.results) > 1:
+        return None
+    if not ctx.parts_of(op.operands[0]) and not isinstance(ctx.state_of(op.operands[0]), StackState):
+        return None
+    found = coefficient_of_entry(ctx, op, op.operands[0], 0)
+    larger = ctx.pending.make_glue(op, pick, [op.results[0]] * 2, "$0, $1", SCALAR_TYPE).owner
+    for i in range(1, count):
+        entry = coefficient_of_entry(ctx, op, op.operands[0], i)
+        if found is None or entry is None:
+            return None
+        assert isinstance(larger, GlueOp)
+        found = coefficient_of_factor(AppliedFactor(larger, (found, entry)))
+    return None if found is None else SumState((SumPart(found),))
 
 
 def coefficient_of_entry(

@@ -40,8 +40,9 @@ from secc.passes.loss.value_states import (
 from secc.runtime.plan.schema import SAMPLE_COUNT_SYMBOL
 
 _MIXED_REMEDY = (
-    "apply such a function to sums and means over the whole batch only, not to single samples; or "
-    f"{WHOLE_BATCH_MODULE}"
+    "combine a sum over the batch with single samples only where it needs no gradient"
+    " (`x - x.mean().detach()`), which would come from samples of other micro-batches; write a variance as a"
+    f" function of means, `x.square().mean() - x.mean().square()`; or {WHOLE_BATCH_MODULE}"
 )
 _NO_STATISTIC_REMEDY = (
     "compute the balance loss in forward, from one row of the router's scores for each token, or accept it by"

@@ -11,7 +11,7 @@ from secc.ir.dialect import argument_template
 from secc.ir.dialect.ops import Computation, ParamOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.approximations import GLOBAL_SUMS_OFFER
-from secc.passes.loss.arithmetic import scale_state
+from secc.passes.loss.arithmetic import scale_state, take_extreme
 from secc.passes.loss.batch_statistics import divide_sums
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient, coefficient_of_number
 from secc.passes.loss.label_counts import (
@@ -20,7 +20,7 @@ from secc.passes.loss.label_counts import (
     count_unignored,
     sum_counted_labels,
 )
-from secc.passes.loss.loss_context import LossContext, is_rerecorded
+from secc.passes.loss.loss_context import DEFAULT_REMEDY, LossContext, is_rerecorded
 from secc.passes.loss.op_tables import (
     ADDITIVE_REDUCTIONS,
     ENTRY_LOSSES,
@@ -40,6 +40,10 @@ from secc.passes.loss.value_states import (
     SumPart,
     SumState,
     ValueState,
+)
+
+_VARIANCE_REMEDY = (
+    "write it as a function of means, `x.square().mean() - x.mean().square()`, and compile with --global-sums"
 )
 
 
@@ -103,6 +107,8 @@ def state_of_other_reduction(ctx: LossContext, op: Computation) -> ValueState | 
     of each entry."""
     name = op.base_name
     type = tensor_type(op.operands[0])
+    if (extreme := take_extreme(ctx, op)) is not None:
+        return extreme
     if len(op.operands) > 1 or not ctx.sample_dims(type):
         return None  # max of two tensors is pointwise
     position, keyword = REDUCTION_OPS[name]
@@ -113,7 +119,8 @@ def state_of_other_reduction(ctx: LossContext, op: Computation) -> ValueState | 
         return None
     if _adds_up(op) and ctx.is_plain(op.operands[0]) and not ctx.carries_samples(op.results[0]):
         return SumState((SumPart(UNIT_COEFFICIENT, op.results[0], True, op),))
-    return ctx.refuse_op(op, "is taken over samples, and is not a sum over them")
+    remedy = _VARIANCE_REMEDY if name in ("var", "var_mean", "std", "std_mean") else DEFAULT_REMEDY
+    return ctx.refuse_op(op, "is taken over samples, and is not a sum over them", remedy)
 
 
 def _adds_up(op: Computation) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from secc.driver.compile import compile_model
+from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.errors import UserError
@@ -49,7 +49,26 @@ def test_a_sum_that_meets_single_samples_is_refused(tmp_path: Path) -> None:
     (tmp_path / "normalised.py").write_text(source)
     with pytest.raises(UserError, match="depends on a block's result") as refused:
         compile_model(tmp_path / "normalised.py", CompileOptions(global_sums=True))
-    assert "not to single samples" in refused.value.remedy and "--whole-batch" in refused.value.remedy
+    assert (
+        "only where it needs no gradient" in refused.value.remedy and "--whole-batch" in refused.value.remedy
+    )
+
+
+@pytest.mark.parametrize("spread", ["(v - v.mean()).square().mean()", "v.var(unbiased=False)"])
+def test_a_variance_over_the_batch_is_refused_with_a_spelling_that_is_exact(
+    spread: str, tmp_path: Path
+) -> None:
+    def compile_spread(text: str) -> CompiledPlan:
+        body = f"        v = y.mean((1, 2)); return y.square().mean() - 0.1 * ({text})"
+        (tmp_path / "spread.py").write_text(LOSS_MODEL.format(body=body))
+        return compile_model(tmp_path / "spread.py", CompileOptions("local:2", 8, global_sums=True))
+
+    with pytest.raises(UserError) as refused:
+        compile_spread(spread)
+    spelling = "x.square().mean() - x.mean().square()"
+    assert spelling in refused.value.remedy
+    check_exactness(compile_spread(spelling.replace("x", "v")), required=True)
+    check_exactness(compile_spread("(v - v.mean().detach()).square().mean()"), required=True)
 
 
 @pytest.mark.parametrize(

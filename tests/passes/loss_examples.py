@@ -74,6 +74,10 @@ GROUPS = {
         f"F.cross_entropy(rows, targets, weight=1 / ({CLASS_COUNTS} + 1), reduction='sum') / len(x)",
         f"F.cross_entropy(rows, targets, weight=1 / ({CLASS_COUNTS} + 1), reduction='none').mean()",
         f"F.cross_entropy(rows, {TWO_FOR_NONE}, weight=1 / ({CLASS_COUNTS} + 1), ignore_index=2)",
+        f"F.cross_entropy(rows, targets, weight={CLASS_COUNTS}.max() / {CLASS_COUNTS}.clamp(min=1))",
+        f"(F.cross_entropy(rows, targets, reduction='none') * ({CLASS_COUNTS}.amax(0) / "
+        f"{CLASS_COUNTS}.clamp(min=1)).sqrt()[{CLASSES}]).mean()",
+        f"F.cross_entropy(rows, targets, weight=1 / ({CLASS_COUNTS} - {CLASS_COUNTS}.min() + 1))",
     ],
     "rows put where a mask is": [
         "torch.zeros_like(y[:, 0]).masked_scatter((share > -1)[:, None].expand(-1, 6), y[:, 0]).exp().mean()",
