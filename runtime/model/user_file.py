@@ -8,6 +8,7 @@ functions and the same defaults.
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -620,8 +621,7 @@ class UserModel:
         """file:line of a function, with the model file's path as the user gave it. "" if there is no source,
         as for a list's `__getitem__`."""
         try:
-            function = inspect.unwrap(getattr(function, "__func__", function))
-            file, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
+            file, line = _find_definition(inspect.unwrap(getattr(function, "__func__", function)))
         except (TypeError, OSError):
             return ""
         return f"{self.path if file == str(self.path.resolve()) else file}:{line}"
@@ -891,3 +891,9 @@ def _empty_groups_have_names() -> Iterator[None]:
         yield
     finally:
         torch.optim.Optimizer.add_param_group = add  # type: ignore[method-assign]
+
+
+@functools.lru_cache(maxsize=64)
+def _find_definition(function: Any) -> tuple[str | None, int]:
+    """Return file and line of a function, which takes a while to find."""
+    return inspect.getsourcefile(function), inspect.getsourcelines(function)[1]

@@ -9,7 +9,7 @@ which is how a rank has them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,17 +114,32 @@ def _is_plain_data(value: Any) -> bool:
     return type(value) in _PLAIN_TYPES
 
 
+_watchers = list[Callable[[nn.Module, str, Any], None]]()
+
+
 @contextmanager
-def watch_attributes(note: Any) -> Iterator[None]:
-    """Call `note(module, name, value)` for every attribute that is set on a module."""
-    original = nn.Module.__setattr__
+def watch_attributes(note: Callable[[nn.Module, str, Any], None]) -> Iterator[None]:
+    """Call `note(module, name, value)` for every attribute that is set on a module.
 
-    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
-        note(self, name, value)
-        original(self, name, value)
-
-    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
+    `nn.Module.__setattr__` is replaced once and stays so: each change of it costs a millisecond or two, since
+    Python visits all classes of modules that have been imported, and forgets which methods they have.
+    """
+    if not hasattr(nn.Module.__setattr__, "tells_watchers"):
+        _tell_watchers()
+    _watchers.append(note)
     try:
         yield
     finally:
-        nn.Module.__setattr__ = original  # type: ignore[method-assign]
+        _watchers.remove(note)
+
+
+def _tell_watchers() -> None:
+    original = nn.Module.__setattr__
+
+    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
+        for note in _watchers:
+            note(self, name, value)
+        original(self, name, value)
+
+    set_attribute.tells_watchers = True  # type: ignore[attr-defined]
+    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]

@@ -164,13 +164,15 @@ class OneRankPlan:
             raise
         return Reference(result, derive_tolerances(result.narrow))
 
-    def run_eager(self, samples: Sequence[Mapping[str, Any]], backward: bool = True) -> LossAndGradients:
+    def run_eager(
+        self, samples: Sequence[Mapping[str, Any]], backward: bool = True, watches: bool = True
+    ) -> LossAndGradients:
         """Returns loss and gradients of plain PyTorch for one global batch, with the plan's random numbers;
-        without `backward` only the loss."""
+        without `backward` only the loss, without `watches` as `run_eager` does."""
         draws = PlanRandomness(self.model, self.plan.draws, self.plan.symbols).draws_for(self.user, samples)
         with self._kept_changes() as changes:
             batch = self._widen(self.user.collate(samples))
-            result = run_eager(self.model, batch, draws, backward=backward)
+            result = run_eager(self.model, batch, draws, watches, backward)
         return dataclasses.replace(result, changes=changes)
 
     def compare_step(

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from secc.driver.unmet_values import (
     ComparisonWatch,
     UnmetValue,
     inputs_of_blocks,
+    inputs_of_own_blocks,
+    is_single,
     iter_unmet_values,
     least_value,
     next_value,
@@ -78,6 +81,7 @@ from secc.runtime.training.one_rank_plan import (
 )
 
 _MOST_UNMET_VALUES = 6  # that samples are compared with
+_MOST_FAILURES = 2  # of plain PyTorch with other values in an input of several numbers
 _HOOK_SCALE = 1024.0  # of the gradients that hooks see once more: those of a run may be larger than a check's
 _EXTREME_COINS = 4  # comparisons with random numbers close to an end of their range
 _DRAWN_COPIES = 4  # of each sample where random numbers may decide whether padding is read
@@ -618,7 +622,8 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
             rank.model,
             lambda: rank.compare_step(samples, CHECK_MICRO_BATCH, rank.run_reference(samples)).is_exact,
         )
-        _compare_unmet_values(compiled, rank, samples, watch)
+        needs_watch = reference.result is None or reference.result.needs_watch
+        _compare_unmet_values(compiled, rank, samples, watch, needs_watch)
         _compare_whole_numbers(compiled, rank, pattern, samples, watch)
     if compiled.plan.draws and 1 in sizes:
         check = _compare_extreme_coins(compiled, rank, drawn_once, check)
@@ -633,25 +638,42 @@ def _watch_comparisons(compiled: CompiledPlan, follows_numbers: bool = False) ->
 
 
 def _compare_unmet_values(
-    compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]], watch: ComparisonWatch
+    compiled: CompiledPlan,
+    rank: OneRankPlan,
+    samples: Sequence[Mapping[str, Any]],
+    watch: ComparisonWatch,
+    needs_watch: bool,
 ) -> None:
     """Compares samples with values that blocks ask for and that none of `samples` has. Raises UserError if
-    they are not exact."""
+    they are not exact. needs_watch: whether plain PyTorch needs to be watched for `samples`."""
     if watch.reads_numbers:
-        watch = _follow_numbers(compiled, rank, samples) or watch
+        watch = _follow_numbers(compiled, rank, samples, needs_watch) or watch
     answers = dict(watch.answers)
     tries, compared = itertools.count(), itertools.count()
     trials = dict[tuple[str, float], ComparisonWatch | None]()
-    for asked, unmet in iter_unmet_values(answers, samples):
+    changing = dict[str, list[ComparisonWatch]]()  # trials with other values, by key
+    failed = Counter[
+        str
+    ]()  # of inputs of several numbers: plain PyTorch needs each as it is, as places of rows
+    keys = inputs_of_blocks(compiled.captured_model.capture.cases, {key for s in samples for key in s})
+    for asked, unmet in iter_unmet_values(answers, samples, keys):
         least, points = least_value(samples, unmet.key), list[tuple[float, float]]()
         if least is not None and watch.compared[asked]:
             points.append((least, min(watch.compared[asked])))
         while unmet is not None and len(answers[asked]) == 1:
             tried = unmet.key, unmet.value
             if tried not in trials:
+                if (
+                    watch.is_unmoved(asked, changing.get(unmet.key, ()))
+                    or failed[unmet.key] == _MOST_FAILURES
+                ):
+                    break
                 if next(tries) == MOST_TRIES:
                     return
-                trials[tried] = _follow_numbers(compiled, rank, unmet.samples)
+                trials[tried] = trial = _follow_numbers(compiled, rank, unmet.samples)
+                failed[unmet.key] += trial is None and not is_single(samples, unmet.key)
+                if trial is not None and unmet.differs_from(samples):
+                    changing.setdefault(unmet.key, []).append(trial)
             trial = trials[tried]
             if trial is None:
                 break  # plain PyTorch does not take the value
@@ -677,13 +699,17 @@ def _shows_more(trial: ComparisonWatch, answers: Mapping[AskedNumber, set[bool]]
 
 
 def _follow_numbers(
-    compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]
+    compiled: CompiledPlan,
+    rank: OneRankPlan,
+    samples: Sequence[Mapping[str, Any]],
+    needs_watch: bool = True,
 ) -> ComparisonWatch | None:
-    """Returns what blocks compare numbers with when forward of plain PyTorch runs; None if it fails."""
+    """Returns what blocks compare numbers with when forward of plain PyTorch runs, watched for its memory if
+    need be; None if it fails."""
     watch = _watch_comparisons(compiled, follows_numbers=True)
     try:
         with values_of_start(compiled.start, rank.model, compiled.user), watch:
-            loss = rank.run_eager(samples, backward=False).loss
+            loss = rank.run_eager(samples, backward=False, watches=needs_watch).loss
     except NotEnoughMemory:
         raise
     except Exception:  # whatever the user's code raises for such samples
@@ -717,7 +743,8 @@ def _compare_whole_numbers(
     UserError if they are not exact."""
     assert compiled.model is not None
     numbers_of = whole_numbers(compiled.survey, samples, watch.answers)
-    if not (keys := inputs_of_blocks(compiled.module, compiled.model, numbers_of)):
+    cases = compiled.captured_model.capture.cases
+    if not (keys := inputs_of_own_blocks(cases, compiled.model, numbers_of)):
         return
     samples = _without_padding(compiled, rank, pattern) or samples
     sizes = [1, *_padding_sizes(compiled.plan)[1:]]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -160,19 +160,27 @@ def find_kept_state(
     initial = [(v, _copy(v.read())) for v in iter_values(model, user)]
     kept_once = [(v, content) for v, content in initial if is_in_any(v.owner, undivided)]
 
+    needs_watch = True  # of memory and indices, until a forward has shown that there is nothing to see
+
     def run_forward(
-        some: Sequence[Mapping[str, Any]], moved: bool = False, gradients: bool = False
+        some: Sequence[Mapping[str, Any]],
+        moved: bool = False,
+        gradients: bool = False,
+        keeps_weights: bool = False,
+        watches: bool = False,
     ) -> tuple[_Outcome, WeightChanges]:
+        nonlocal needs_watch
         _restore(kept_once)
         draws = randomness.draws_for(user, some)
         batch = unflatten_batch(user.collate(list(some)))
+        watch = EagerWatch() if needs_watch or watches else None
         with (
-            watch_weights(model, moved) as changes,
+            nullcontext(WeightChanges(model)) if keeps_weights else watch_weights(model, moved) as changes,
             seeded_rngs(REFERENCE_SEED),
             forward_context(draws),
             watch_attributes(note_line),
             memory_errors(),
-            EagerWatch(),
+            watch or nullcontext(),
         ):
             loss = extract_loss(model(**batch))
             changes.note_results()
@@ -180,10 +188,11 @@ def find_kept_state(
                 model(**batch)
                 changes.note_repeated()
             outcome = (float(loss.detach().double()), *(_run_backward(model, loss) if gradients else ()))
+        needs_watch = needs_watch and not (watch is not None and watch.would_see_nothing)
         return outcome, changes
 
-    def compute_all(gradients: bool = True) -> _Outcome:
-        return run_forward(samples, gradients=gradients)[0]
+    def compute_all(gradients: bool = True, watches: bool = False) -> _Outcome:
+        return run_forward(samples, gradients=gradients, watches=watches)[0]
 
     def find_weight(changes: WeightChanges, begin: Callable[[], None] = lambda: None) -> ChangedWeight | None:
         if not changes.places:
@@ -211,14 +220,15 @@ def find_kept_state(
         second = _read_values(model, user)
         for value, _ in kept_once:
             second.pop(value.name, None)
-        again = run_forward(samples)[0]
+        again = run_forward(samples, keeps_weights=not changes.places)[0]
         values = [v for v in iter_values(model, user) if v.name in second]
         changed = [v for v in values if not are_equal(v.read(), second[v.name])]
         if _differ(loss, again):
             other = [v for v in values if not are_equal(v.read(), first.get(v.name))]
             return None, _describe(model, changed or other, lines)
         outcome = compute_all() if changed else again
-        read = [v for v in changed if _is_read(v, compute_all, outcome)]
+        compute = partial(compute_all, watches=True)  # other values may be sizes
+        read = [v for v in changed if _is_read(v, compute, outcome)]
         return None, _describe(model, read, lines) if read else None
 
     def find_of_first_call(begin: Callable[[], None]) -> tuple[ChangedWeight | None, KeptState | None]:
@@ -236,6 +246,8 @@ def find_kept_state(
             again = partial(compute_all, gradients=bool(kept))
             if (kept or len(some) > 1) and _differ(_outcome_or_nan(again), outcome):
                 return None, _describe(model, kept, lines)
+            if kept and all(are_equal(v.read(), whole.get(v.name)) for v in kept):
+                break  # each call writes them anew, whatever was there
         return None, None
 
     half, found, failed = samples[: (len(samples) + 1) // 2], (None, None), False

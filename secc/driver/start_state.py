@@ -25,6 +25,9 @@ MOST_ENTRIES = 64  # of a dict or a list that may be state; longer ones are tabl
 MOST_DEPTH = 3
 PLAIN_ATTRIBUTES = frozenset(vars(nn.Module()))  # torch's own of any module
 _HOOKS = [n for n in sorted(PLAIN_ATTRIBUTES) if n.startswith(("_forward_hooks", "_forward_pre_hooks"))]
+# transformers lets its modules collect results when one of them is called first; that computes nothing.
+_COLLECTING_FILE = "transformers.utils.output_capturing"
+_COLLECTING_FLAG = "_output_capturing_hooks_installed"
 _CONTAINERS = (dict, list, set, deque)
 _Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | type
 
@@ -202,6 +205,8 @@ def _read(container: _Container) -> Any:
 def _is_data(name: Any, value: Any) -> bool:
     """Whether an attribute, a global or an entry is data that user code may have put there."""
     if isinstance(name, str) and (name.startswith("__") or name in PLAIN_ATTRIBUTES):
+        return False
+    if name == _COLLECTING_FLAG or (isinstance(value, FunctionType) and value.__module__ == _COLLECTING_FILE):
         return False
     if isinstance(name, int):  # of a hook, too
         return True

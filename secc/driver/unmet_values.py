@@ -31,14 +31,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from xdsl.dialects.builtin import ModuleOp
-from xdsl.ir import Operation
 
+from secc.driver.start_state import LIBRARIES
 from secc.driver.watched_arrays import watched_array, watched_array_functions
 from secc.driver.watched_numbers import Origin, is_watched, watched_conversions, watched_number
+from secc.frontend.capture.capture import CapturedCase
 from secc.frontend.dataset.survey import DatasetSurvey
-from secc.ir.analysis.dataflow import users_of
-from secc.ir.dialect.ops import CallOp, InputOp
 from secc.runtime.model.function_blocks import FunctionBlock
 from secc.runtime.model.source_lines import (
     current_user_frame,
@@ -103,20 +101,28 @@ class UnmetValue:
     value: float
     samples: list[Sample]
 
+    def differs_from(self, samples: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether one of the samples has something else than this."""
+        pairs = (
+            (a[self.key], b[self.key]) for a, b in zip(self.samples, samples, strict=True) if self.key in a
+        )
+        return any(not torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+
 
 class ComparisonWatch(TorchDispatchMode):
     """Notes which answers comparisons of tensors with numbers have inside of blocks, which may be functions
     or statements of the user's code.
 
-    answers: those of each comparison. compared: the values that it met, if they are few. reads_numbers:
-    whether code reads numbers into Python. follows_numbers: notes what such numbers are compared with, too;
-    code that asks for the very class of a number may fail then.
+    answers: those of each comparison. compared: the values that it met, if they are few. digests: of all that
+    it met, in turn. reads_numbers: whether code reads numbers into Python. follows_numbers: notes what such
+    numbers are compared with, too; code that asks for the very class of a number may fail then.
     """
 
     def __init__(self, model: nn.Module, blocks: Iterable[str], follows_numbers: bool = False) -> None:
         super().__init__()
         self.answers = dict[AskedNumber, set[bool]]()
         self.compared = dict[AskedNumber, set[float]]()
+        self.digests = dict[AskedNumber, int]()
         self._searched = dict[tuple[str, str, float], list[int]]()
         self.reads_numbers, self.follows_numbers = False, follows_numbers
         self._followed, self._is_noting = 0, False
@@ -170,7 +176,9 @@ class ComparisonWatch(TorchDispatchMode):
             return
         where = format_source_line(frame.f_code, frame.f_lineno)
         asked = AskedNumber(where, name, other, not tensor.is_floating_point())
-        self._note(asked, (bool(result.any()), bool(result.all())), tensor.flatten()[:_MOST_VALUES].tolist())
+        numbers = tensor.detach().flatten().contiguous()
+        values = numbers[:_MOST_VALUES].tolist()
+        self._note(asked, (bool(result.any()), bool(result.all())), values, _digest(numbers))
 
     def note_numbers(self, comparison: str, number: float, values: Sequence[float], origin: Origin) -> None:
         """Notes that code compares numbers of a tensor, or what it computed from them, with another."""
@@ -230,8 +238,10 @@ class ComparisonWatch(TorchDispatchMode):
             return
         where = format_source_line(frame.f_code, frame.f_lineno)
         if tensor.dtype is torch.bool:
-            self._note(AskedNumber(where, "is", 1, True), map(bool, values), ())
+            self._note(AskedNumber(where, "is", 1, True), tuple(map(bool, values)), ())
             return
+        if str(frame.f_globals.get("__name__")).startswith(LIBRARIES):
+            return  # what it compares is noted, if numbers are followed
         for number in _numbers_of_code(frame, _MOST_CODE_NUMBERS):
             asked = AskedNumber(where, "eq", number, not tensor.is_floating_point(), is_guess=True)
             self._note(asked, (number in values, all(v == number for v in values)), values)
@@ -246,12 +256,20 @@ class ComparisonWatch(TorchDispatchMode):
             return value
         return watched_array(value, self) if isinstance(value, np.ndarray) else watched_number(value, self)
 
-    def _note(self, asked: AskedNumber, answers: Iterable[bool], values: Iterable[float]) -> None:
+    def _note(
+        self, asked: AskedNumber, answers: Collection[bool], values: Collection[float], digest: int = 0
+    ) -> None:
         """Notes answers of a comparison, and values that it met."""
         if asked in self.answers or len(self.answers) < _MOST_ASKED:
             self.answers.setdefault(asked, set()).update(answers)
+            content = digest or hash((*answers, *values))
+            self.digests[asked] = hash((self.digests.get(asked), content))
             met = self.compared.setdefault(asked, set())
             met.update(itertools.islice(values, max(0, _MOST_VALUES - len(met))))
+
+    def is_unmoved(self, asked: AskedNumber, trials: Iterable[ComparisonWatch]) -> bool:
+        """Whether a comparison met the same in all trials with other values, of which there are some."""
+        return {trial.digests.get(asked) for trial in trials} == {self.digests[asked]}
 
     def _frame(self) -> FrameType | None:
         """Returns the innermost frame of the user's code if it runs in a block."""
@@ -272,6 +290,11 @@ class _ReadingWatch(TorchFunctionMode):
         if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
             self._watch.note_read(args[0], args[0].flatten().numpy(force=True).tolist())
         return self._watch.watch_numbers(args[0], result) if func in _READS else result
+
+
+def _digest(numbers: torch.Tensor) -> int:
+    """Returns what tells the contents of tensors apart."""
+    return hash(numbers.view(torch.uint8).numpy(force=True).tobytes())
 
 
 def _numbers_of_code(frame: FrameType, most: int, with_texts: bool = False) -> set[float]:
@@ -307,10 +330,10 @@ def _entries(container: Any, most: int) -> Iterable[Any]:
 
 
 def iter_unmet_values(
-    answers: Mapping[AskedNumber, set[bool]], samples: Sequence[Mapping[str, Any]]
+    answers: Mapping[AskedNumber, set[bool]], samples: Sequence[Mapping[str, Any]], keys: Collection[str]
 ) -> Iterator[tuple[AskedNumber, UnmetValue]]:
-    """Yields samples with values that may give the answers that are missing, first in inputs that are one
-    number for a sample, what code compares before what it may compare, the lines in turn."""
+    """Yields samples with values in one of `keys` that may give the answers that are missing, first in inputs
+    that are one number for a sample, what code compares before what it may compare, the lines in turn."""
     missing = [asked for asked, found in answers.items() if len(found) == 1]
     turns = Counter[tuple[str, bool]]()
     places = dict[AskedNumber, tuple[bool, int]]()
@@ -318,9 +341,9 @@ def iter_unmet_values(
         places[asked] = asked.is_guess, turns[asked.where, asked.is_guess]
         turns[asked.where, asked.is_guess] += 1
     missing.sort(key=lambda asked: places[asked])
-    keys = sorted({key for s in samples for key in s}, key=lambda key: (not _is_single(samples, key), key))
-    for key, asked in itertools.product(keys, missing):
-        if asked.comparison != "is" or _is_single(samples, key):
+    ordered = sorted(keys, key=lambda key: (not is_single(samples, key), key))
+    for key, asked in itertools.product(ordered, missing):
+        if asked.comparison != "is" or is_single(samples, key):
             for value in asked.values:
                 if (unmet := unmet_value(asked, samples, key, value)) is not None:
                     yield asked, unmet
@@ -385,22 +408,41 @@ def _is_length(survey: DatasetSurvey, key: str) -> bool:
     return len({n for n, _ in numbers}) > 1 and all(n in s for (n, _), s in zip(numbers, sizes, strict=True))
 
 
-def inputs_of_blocks(module: ModuleOp, model: nn.Module, keys: Collection[str]) -> list[str]:
-    """Returns those of the samples' keys from which a block takes values that is none of torch's own modules,
-    and those that are no inputs of forward, from which `collate` makes these."""
-    modules, found = dict(model.named_modules()), set(keys)
-    for source in (op for op in module.walk() if isinstance(op, InputOp)):
-        found.discard(source.key.data)
-    for source in (op for op in module.walk() if isinstance(op, InputOp) and op.key.data in keys):
-        waiting, seen = list[Operation]([source]), set[Operation]()
+def inputs_of_own_blocks(cases: Iterable[CapturedCase], model: nn.Module, keys: Collection[str]) -> list[str]:
+    """Returns those of the samples' keys from which a block takes values that has modules other than torch's
+    own, and those that are no inputs of forward, from which `collate` makes these."""
+    modules = dict(model.named_modules())
+
+    def is_own(path: str) -> bool:
+        block = modules.get(path)
+        return block is None or not all(type(m).__module__.startswith("torch.") for m in block.modules())
+
+    return _keys_that_reach(cases, keys, is_own)
+
+
+def inputs_of_blocks(cases: Sequence[CapturedCase], keys: Collection[str]) -> list[str]:
+    """Returns those of the samples' keys from which blocks take values, and those that are no inputs of
+    forward; all of them where glue is recorded again, which takes numbers from them, too."""
+    if any(case.rerecord_reason is not None for case in cases):
+        return sorted(keys)
+    return _keys_that_reach(cases, keys, lambda _: True)
+
+
+def _keys_that_reach(
+    cases: Iterable[CapturedCase], keys: Collection[str], is_meant: Callable[[str], bool]
+) -> list[str]:
+    """Returns those of the samples' keys with values that come, through glue, to a call of a block whose path
+    is meant, and those that are no inputs of forward."""
+    sources = [n for c in cases for n in c.generic.graph.nodes if n.op == "placeholder" and n.target in keys]
+    found = set(keys) - {str(source.target) for source in sources}
+    for source in sources:
+        waiting, seen = [source], {source}
         while waiting:
-            for op in users_of(waiting.pop()):
-                if isinstance(op, CallOp):
-                    block = type(modules.get(op.target.data))
-                    found |= set() if block.__module__.startswith("torch.") else {source.key.data}
-                elif op not in seen:
-                    seen.add(op)
-                    waiting.append(op)
+            users = [node for node in waiting.pop().users if node not in seen]
+            seen.update(users)
+            waiting += (node for node in users if node.op != "call_module")
+            if any(node.op == "call_module" and is_meant(str(node.target)) for node in users):
+                found.add(str(source.target))
     return sorted(found)
 
 
@@ -414,7 +456,8 @@ def put_numbers(samples: Sequence[Mapping[str, Any]], key: str, numbers: Sequenc
     return changed
 
 
-def _is_single(samples: Sequence[Mapping[str, Any]], key: str) -> bool:
+def is_single(samples: Sequence[Mapping[str, Any]], key: str) -> bool:
+    """Whether an input is one number for each sample."""
     return all(_count(s[key]) == 1 for s in samples if key in s)
 
 

@@ -15,6 +15,7 @@ from secc.driver.exactness_check import check_exactness
 from secc.driver.kept_state import find_kept_state
 from secc.driver.start_state import StartState
 from secc.errors import UserError
+from secc.runtime.model.user_file import load_model_file
 
 MODEL = """
 import torch
@@ -167,6 +168,32 @@ def test_a_start_is_given_back(tmp_path: Path) -> None:
     assert start.is_changed()
     start.restore_parameters()
     assert not start.is_changed()
+
+
+def test_hooks_by_which_transformers_collects_results_are_no_state() -> None:
+    path = Path(__file__).parents[2] / "examples" / "vlm_digits.py"
+    user = load_model_file(path)
+    model = user.build_model()
+    start = StartState(model, user)
+    ids = torch.tensor([[1, 2, 3]])
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
+    assert any(vars(m)["_forward_hooks"] for m in model.modules())
+    assert not start.is_changed()
+
+
+def test_what_each_call_writes_anew_needs_one_other_first_batch(tmp_path: Path) -> None:
+    made = make_plan(tmp_path, inside="self.last = x.detach().mean()")
+    assert made.model is not None
+    calls, forward = list[int](), made.model.forward
+
+    def count_call(**batch: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return forward(**batch)
+
+    made.model.forward = count_call
+    samples = made.survey.compose_batches(frozenset())[-1]
+    assert find_kept_state(made.plan, made.user, made.model, samples, made.start) == (None, None)
+    assert len(calls) == 6  # half, all, all; at the start: all, half and all
 
 
 def test_a_global_that_counts_calls_is_refused(tmp_path: Path) -> None:

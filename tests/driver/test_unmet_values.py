@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import fx, nn
 
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions
@@ -13,12 +15,18 @@ from secc.driver.exactness_check import check_exactness
 from secc.driver.unmet_values import (
     AskedNumber,
     ComparisonWatch,
+    inputs_of_blocks,
+    inputs_of_own_blocks,
     iter_unmet_values,
     unmet_value,
     whole_numbers,
 )
 from secc.errors import InexactPlan, UserError
+from secc.frontend.capture.capture import CapturedCase
+from secc.frontend.capture.generalize import GenericGraph
 from secc.frontend.dataset.survey import DatasetSurvey, DrawnSample
+from secc.runtime.training.eager_reference import LossAndGradients
+from secc.runtime.training.one_rank_plan import OneRankPlan
 from tests.models import unmet_task
 
 MODEL = Path(unmet_task.__file__)
@@ -287,15 +295,15 @@ def test_only_answers_that_are_missing_are_tried() -> None:
             block(torch.zeros(4, 3, 16), torch.tensor([0, 1, 2, 3]))
     (asked,) = (a for a in watch.answers if a.comparison == "eq")
     assert (asked.number, watch.answers[asked]) == (unmet_task.RARE_TASK, {False})
-    tried = list(iter_unmet_values({asked: {False}}, samples))
+    tried = list(iter_unmet_values({asked: {False}}, samples, ["task"]))
     assert [int(s["task"]) for s in tried[0][1].samples] == [7, 1, 7, 3]
-    assert not list(iter_unmet_values({asked: {False, True}}, samples))
+    assert not list(iter_unmet_values({asked: {False, True}}, samples, ["task"]))
 
 
 def test_both_sides_of_an_order_are_tried() -> None:
     late = AskedNumber("net.py:3", "gt", 0.8, is_whole=False)
     samples = [{"t": torch.tensor(0.5)}, {"t": torch.tensor(0.25)}]
-    tried = [float(unmet.samples[0]["t"]) for _, unmet in iter_unmet_values({late: {False}}, samples)]
+    tried = [float(unmet.samples[0]["t"]) for _, unmet in iter_unmet_values({late: {False}}, samples, ["t"])]
     assert min(tried) < 0.8 < max(tried)
 
 
@@ -310,5 +318,52 @@ def test_numbers_that_do_not_stand_in_a_row_are_replaced() -> None:
 def test_no_whole_number_is_infinite(number: float) -> None:
     asked = AskedNumber("net.py:3", "eq", number, is_whole=False)
     assert not list(
-        iter_unmet_values({asked: {False}}, [{"task": torch.tensor(1)}, {"task": torch.tensor(2)}])
+        iter_unmet_values({asked: {False}}, [{"task": torch.tensor(1)}, {"task": torch.tensor(2)}], ["task"])
     )
+
+
+def test_an_input_that_does_not_reach_a_comparison_is_tried_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    positions = "(torch.arange(x.shape[1]) >= 12).any()"  # no input moves them
+    text = MODEL.read_text().replace("(conditions[0] == RARE_TASK).any()", positions)
+    (tmp_path / "model.py").write_text(text)
+    tried, run_eager = list[int](), OneRankPlan.run_eager
+
+    def count_trial(rank: OneRankPlan, *arguments: Any, **options: Any) -> LossAndGradients:
+        if not options.get("backward", True):
+            tried.append(1)
+        return run_eager(rank, *arguments, **options)
+
+    monkeypatch.setattr(OneRankPlan, "run_eager", count_trial)
+    check(tmp_path / "model.py")
+    assert len(tried) == 2  # of ids and of task; labels reach no block
+
+
+def test_what_comparisons_met_tells_whether_an_input_moves_them() -> None:
+    def watch_task(*tasks: int) -> ComparisonWatch:
+        model = unmet_task.TaggedReader()
+        with ComparisonWatch(model, ["blocks"]) as watch:
+            model.blocks[0](torch.zeros(len(tasks), 3, 16), torch.tensor(tasks))
+        return watch
+
+    watch = watch_task(0, 1)
+    (asked,) = (a for a in watch.answers if a.comparison == "eq")
+    assert watch.is_unmoved(asked, [watch_task(0, 1)])
+    assert not watch.is_unmoved(asked, [])
+    assert not watch.is_unmoved(asked, [watch_task(0, 1), watch_task(1, 1)])
+
+
+def test_a_block_of_torchs_that_holds_a_module_of_the_users_is_none_of_torchs_own() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held, self.plain = nn.Sequential(unmet_task.Centered()), nn.Sequential(nn.Linear(2, 2))
+
+    graph = fx.Graph()
+    for key, block in (("task", "held"), ("width", "plain")):
+        graph.call_module(block, (graph.call_function(torch.neg, (graph.placeholder(key),)),))
+    graph.placeholder("labels")
+    cases, keys = [CapturedCase("c0", frozenset(), GenericGraph(graph, {}, {}))], ["labels", "task", "width"]
+    assert inputs_of_own_blocks(cases, Net(), keys) == ["task"]
+    assert inputs_of_blocks(cases, [*keys, "raw"]) == ["raw", "task", "width"]

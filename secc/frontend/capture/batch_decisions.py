@@ -10,20 +10,28 @@ recorded; if a block reads values of its arguments, such a batch is compared as 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
+
+import sympy
+from torch import fx
 
 from secc.errors import UserError
-from secc.frontend.capture.capture import Capture
+from secc.frontend.capture.capture import Capture, CapturedCase
 from secc.frontend.capture.control_flow_paths import ObservedRecording, find_first_difference, path_signature
 from secc.frontend.dataset.survey import DatasetSurvey, InputPattern, sequence_length
+from secc.ir.dialect.size_expr import size_symbol
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.batch_sizes import pad_batch, read_symbol_sizes
 from secc.runtime.plan.sample_predicates import is_active
 from secc.runtime.plan.schema import Plan
 from secc.runtime.recorder import Recorder
 from secc.runtime.recorder.fold_joins import fold_joins
+from secc.runtime.recorder.nested_values import take_at_path
+from secc.runtime.recorder.recorder import ResultShapeRules
+from secc.runtime.rerecording.outline_case import ResultShapes, common_shape_rules
 from secc.runtime.sections.base import SectionModule
 
 MAX_BATCH_SAMPLES = 64
@@ -33,6 +41,8 @@ MAX_RECORDED_SAMPLES = 16  # where all glue is recorded, which is slower than ev
 
 SampleList = list[dict[str, Any]]
 ReadValue = Callable[[Mapping[str, Any]], object]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class DecisionCause(StrEnum):
@@ -92,15 +102,29 @@ class BatchDecisions:
         many = list(itertools.islice(itertools.cycle(few), count))
         try:
             recorder = self._prepare_recorder(self._follows_draws)
-            small, large = (
-                ObservedRecording(fold_joins(recorder.record(self._user.collate(s))), {}) for s in (few, many)
-            )
+            batches = [self._user.collate(samples) for samples in (few, many)]
+            recordings = [
+                recorder.record(batch, self._known_shapes(cases, batch, len(samples)))
+                for samples, batch in zip((few, many), batches, strict=True)
+            ]
+            if any(recording.has_idle_calls for recording in recordings):  # which cases do not count
+                recordings = [recorder.record(batch) for batch in batches]
+            small, large = (ObservedRecording(fold_joins(recording), {}) for recording in recordings)
         except (UserError, ValueError):
             return  # forward refuses these samples together, or left what cannot be copied on the model
         (path, conditions), (other, others) = (path_signature(o.recording) for o in (small, large))
         if path != other and conditions == others:
             place = find_first_difference([[small], [large]])
             yield DecisionCause.SIZE, place.where if place is not None else "", many
+
+    def _known_shapes(
+        self, cases: Sequence[CapturedCase], batch: Mapping[str, Any], samples: int
+    ) -> ResultShapeRules:
+        """Returns the shapes of blocks' results that follow from the sizes of a batch in all cases, so that
+        blocks need not run for them."""
+        known = [s for s in self._plan.symbols if s.kind != "data" and (not s.key or s.key in batch)]
+        sizes = read_symbol_sizes(batch, known, samples)
+        return common_shape_rules([_result_shapes(case.generic.graph, sizes) for case in cases])
 
     def _prepare_recorder(self, follows_draws: bool) -> Recorder:
         """Returns the recorder of the capture, which knows what blocks return, with the plan's blocks."""
@@ -171,8 +195,8 @@ class BatchDecisions:
     def _find_leading(self, samples: SampleList, read: ReadValue, counts: Sequence[int]) -> SampleList | None:
         """Returns the fewest leading samples, as many as one of `counts`, with one that has another value in
         a micro-batch of its own than all together."""
-        batches = [self._user.collate([s]) for s in samples[: max(counts)]]
-        alone = [read(batch) for batch in batches] if self._plan.widths == "own" else []
+        batches = _compute_for_each(samples[: max(counts)], lambda sample: self._user.collate([sample]))
+        alone = _compute_for_each(batches, read) if self._plan.widths == "own" else []
         for count in (n for n in counts if n < 2 * len(samples)):
             together = self._user.collate(samples[:count])
             if self._plan.widths != "own":
@@ -187,7 +211,8 @@ class BatchDecisions:
     def _find_in_recordings(self, samples: SampleList) -> Iterator[tuple[DecisionCause, str, SampleList]]:
         """Yields the same for re-recorded glue: conditions, and numbers that are sums over the samples."""
         recorder = self._prepare_recorder(follows_draws=False)
-        together, *alone = (self._record_reads(recorder, some) for some in (samples, *([s] for s in samples)))
+        together = self._record_reads(recorder, samples)
+        alone = _compute_for_each(samples, lambda sample: self._record_reads(recorder, [sample]))
         for where, value in together.items():
             parts = [reads[where] for reads in alone if where in reads]
             conditions = all(isinstance(v, bool) for v in (value, *parts))
@@ -204,3 +229,28 @@ class BatchDecisions:
             for where, values in values_by_place.items()
             if len(values) == 1 and isinstance(values[0], (bool, int, float))
         }
+
+
+def _compute_for_each(items: Sequence[Item], compute: Callable[[Item], Result]) -> list[Result]:
+    """Returns what `compute` gives for each item, computed once for an item that is repeated."""
+    results = {key: compute(item) for key, item in {id(item): item for item in items}.items()}
+    return [results[id(item)] for item in items]
+
+
+def _result_shapes(graph: fx.Graph, sizes: Mapping[str, int]) -> ResultShapes:
+    """Returns the shapes of blocks' results in a generic graph at these sizes, by label of the call and
+    access path; but for what values of the inputs decide."""
+    calls, labels = Counter[str](), dict[fx.Node, str]()
+    shapes = dict[str, dict[str, tuple[int, ...]]]()
+    numbers = {size_symbol(name): sympy.Integer(size) for name, size in sizes.items()}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            path = str(node.target)
+            labels[node] = f"{path}#{calls[path]}" if calls[path] else path
+            calls[path] += 1
+        elif node.target is take_at_path:
+            call, place = node.meta["args"]
+            dims = [sympy.sympify(dim).xreplace(numbers) for dim in node.meta["shape"]]
+            if all(dim.is_Integer for dim in dims):
+                shapes.setdefault(labels[call], {})[str(place)] = tuple(map(int, dims))
+    return shapes

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -71,6 +71,12 @@ class DatasetSurvey:
     optional_keys: frozenset[str]
     may_crop: bool = True
     skipped_samples: tuple[str, ...] = ()
+    _composed: dict[tuple[InputPattern, bool, int], list[list[Sample]]] = field(
+        default_factory=dict[tuple[InputPattern, bool, int], list[list[Sample]]],
+        init=False,
+        repr=False,
+        compare=False,
+    )  # micro-batches that were asked for, whose samples many compare
 
     @property
     def pattern_counts(self) -> Counter[InputPattern]:
@@ -158,6 +164,9 @@ class DatasetSurvey:
         number gives other samples to each micro-batch. of: stands for all samples of its pattern. Raises
         ValueError if no samples unite to the pattern.
         """
+        asked = (pattern, even, rotation)
+        if of is None and asked in self._composed:
+            return [list(batch) for batch in self._composed[asked]]
         cover, lacking_patterns = self._covering_groups(pattern), self._lacking_patterns(pattern)
         cover = [[of] if of is not None and any(s is of for s in group) else group for group in cover]
         must_crop = self._must_crop(pattern, cover)
@@ -174,6 +183,8 @@ class DatasetSurvey:
             if must_crop:
                 samples = [_crop_sample(s, place, n) for n, s in enumerate(samples)]
             batches.append(_equalize_lengths(samples, self.may_crop) if even else samples)
+        if of is None:
+            self._composed[asked] = [list(batch) for batch in batches]
         return batches
 
     def kept_samples(self, pattern: InputPattern) -> list[Sample]:
