@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Number
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from secc.runtime.errors import UserError
-from secc.runtime.model.nested_batch import check_batch_key
+from secc.runtime.model.nested_batch import KEY_SEPARATOR, check_batch_key
 from secc.runtime.plan import schema
 
 Sample = Mapping[str, Any]
@@ -41,7 +41,7 @@ class DefaultCollate:
         """Choose the rules from samples that represent the dataset; `forward_names` are the arguments that
         forward names."""
         shapes: dict[str, list[tuple[int, ...]]] = {}
-        for sample in samples:
+        for sample in map(open_dicts, samples):
             for key, value in sample.items():
                 if not _is_text(value):
                     shapes.setdefault(key, []).append(tuple(value_to_tensor(key, value).shape))
@@ -61,12 +61,14 @@ class DefaultCollate:
         """Collate `samples` (at least one) in their order. A key that only some samples have holds the
         entries of those samples.
 
-        Raises UserError for a key that plans cannot name, for a value that is no tensor, array, number, text
-        or list of numbers, and for shapes that can be neither stacked nor concatenated.
+        Raises UserError for a key that plans cannot name, for a value that is no tensor, array, number, text,
+        list of numbers or dict of these, and for shapes that can be neither stacked nor concatenated.
         """
+        samples = [open_dicts(sample) for sample in samples]
         keys = dict.fromkeys(key for sample in samples for key in sample)
         for key in keys:
-            check_batch_key(key)
+            for place, name in enumerate(key.split(KEY_SEPARATOR) if isinstance(key, str) else [key]):
+                check_batch_key(name, inside=place > 0)
         batch = {key: self._merge_values(key, [s[key] for s in samples if key in s]) for key in keys}
         if self.adds_mask and MASK_KEY not in batch:
             texts = [value_to_tensor(TEXT_KEY, s[TEXT_KEY]) for s in samples if TEXT_KEY in s]
@@ -96,6 +98,19 @@ def default_collate(samples: Sequence[Sample], forward_names: Collection[str]) -
     """Collate by rules that are fitted to these samples alone: for a whole dataset in one batch, and for
     tests."""
     return DefaultCollate.fit(samples, forward_names)(samples)
+
+
+def open_dicts(sample: Sample) -> dict[str, Any]:
+    """Return a sample with the entries of dicts in it under keys of their own, as nested batches have them:
+    `box.size` for `{"box": {"size": …}}`."""
+    opened = dict[str, Any]()
+    for key, value in sample.items():
+        if isinstance(value, Mapping):
+            inner = open_dicts(cast("Sample", value))
+            opened |= {f"{key}{KEY_SEPARATOR}{name}": entry for name, entry in inner.items()}
+        else:
+            opened[key] = value
+    return opened
 
 
 def value_to_tensor(key: str, value: Any) -> torch.Tensor:

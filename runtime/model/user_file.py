@@ -32,7 +32,7 @@ from torch.utils.data import ConcatDataset
 from secc.runtime.errors import UserError
 from secc.runtime.host.hidden_ranks import hidden_ranks
 from secc.runtime.model.counted_stream import CountedStream
-from secc.runtime.model.default_collate import DefaultCollate, drop_values
+from secc.runtime.model.default_collate import DefaultCollate, drop_values, open_dicts
 from secc.runtime.model.deferred_scalar import unwrap_deferred_scalar
 from secc.runtime.model.flex_attention import prepare_flex_attention
 from secc.runtime.model.function_blocks import add_function_block
@@ -390,8 +390,10 @@ class UserModel:
     def _require_names(self, sample: dict[str, Any] | None, i: int, item: Any) -> dict[str, Any]:
         """Return `sample`, from what the dataset gave as sample `i`. Raises UserError if it has no names and
         no `collate` of the file's own gives it any."""
-        if sample is not None and (has_names(sample) or self.defines("collate")):
+        if sample is not None and self.defines("collate"):
             return sample
+        if sample is not None and has_names(sample):
+            return open_dicts(sample)
         raise UserError(
             f"{self.sample_name(i)} is {describe_type(item)}, not a dict",
             self._getitem_source_line(),

@@ -12,11 +12,19 @@ from hypothesis import strategies as st
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
+from secc.report.html_page import report_page
 from secc.runtime.errors import UserError
 from secc.runtime.model.default_collate import DefaultCollate, default_collate
 from secc.runtime.model.user_file import load_model_file
 from secc.runtime.plan.batch_sizes import check_batch_shapes, combine_sizes, pad_batch, read_symbol_sizes
 from secc.runtime.plan.schema import Input, Symbol
+from tools.compare_training import (
+    TrainingResult,
+    find_differences,
+    train_distributed,
+    train_in_one_process,
+    write_recording_model,
+)
 
 PROCESSED_IMAGES = """
 import torch
@@ -192,3 +200,54 @@ def test_shapes_of_a_batch_are_known_without_values(tmp_path: Path) -> None:
         k: (v.shape, v.dtype) for k, v in batch.items()
     }
     assert all(v.is_meta for v in shapes.values())
+
+
+DICTS = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.side = nn.Embedding(20, 8), nn.Linear(8, 20), nn.Linear(3, 8)
+    def forward(self, tokens, meta):
+        x = self.embed(tokens) + self.side(meta["box"]["corners"])[:, None]
+        rows = nn.functional.cross_entropy(self.head(x).transpose(1, 2), tokens, reduction="none").mean(1)
+        return (rows * meta["weight"]).mean()
+def model():
+    torch.manual_seed(0)
+    return Model()
+def make_sample(i):
+    g = torch.Generator().manual_seed(i)
+    meta = {"box": {"corners": torch.randn(3, generator=g)}, "weight": torch.rand((), generator=g)}
+    return {"tokens": torch.randint(0, 20, (6,), generator=g), "meta": meta}
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return map(make_sample, range(24))
+def dataset():
+    return DATASET
+"""
+
+
+def train_on_dicts(folder: Path, name: str, dataset: str) -> tuple[Path, TrainingResult]:
+    """Trains a model file with dicts in its samples on ranks; returns the file and the result."""
+    (folder / "own").mkdir()
+    (folder / "own" / f"{name}.py").write_text(DICTS.replace("DATASET", dataset))
+    path = write_recording_model(name, folder, folder / "own")
+    compiled = check_exactness(compile_model(path, CompileOptions("local:2", 8)), required=True)
+    compiled.write_plan(folder / "plan", report_page)
+    return path, train_distributed(folder / "plan", compiled.plan.world_size, 2, folder / "run")
+
+
+def test_dicts_in_samples_are_dicts_in_batches(tmp_path: Path) -> None:
+    path, found = train_on_dicts(tmp_path, "numbered_dicts", "list(map(make_sample, range(24)))")
+    assert list(find_differences(found, train_in_one_process(path, 8, 2, tmp_path / "one"))) == []
+
+
+def test_samples_of_a_stream_may_hold_dicts(tmp_path: Path) -> None:
+    _, found = train_on_dicts(tmp_path, "streamed_dicts", "Stream()")
+    assert len(found.losses) == 2
+
+
+def test_a_key_in_a_dict_that_plans_cannot_name_is_refused() -> None:
+    with pytest.raises(UserError, match="a batch has the key 'a b'"):
+        default_collate([{"meta": {"a b": torch.zeros(2)}}], ["meta"])
