@@ -25,6 +25,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from secc.runtime.model.counting_loops import is_counting_loop, take_counts_out
 from secc.runtime.model.variable_flow import names_always_set, names_read_first
 
 _GROWING_METHODS = frozenset({"append", "extend", "insert"})
@@ -97,11 +98,13 @@ class ForwardSource:
             raise NotOutlinable("it uses names that begin with two underscores")
         body = self.definition.body
         begin = int(ast.get_docstring(self.definition, clean=False) is not None)
-        self.statements = [part for s in body[begin:] for part in _take_out_arguments(s)]
         arguments = self.definition.args
         if not (named := [*arguments.posonlyargs, *arguments.args]):
             raise NotOutlinable("it has no self")
         self.self_name = named[0].arg
+        single = [part for s in body[begin:] for part in _split_assignment(s)]
+        counted = take_counts_out(single, self.self_name)
+        self.statements = [part for s in counted for part in _take_out_arguments(s)]
 
     @cached_property
     def argument_names(self) -> frozenset[str]:
@@ -124,8 +127,9 @@ class ForwardSource:
         return None
 
     def statements_that_read(self, variable: str) -> list[int]:
-        """Return the numbers of the statements that read a variable."""
-        return [i for i, s in enumerate(self.statements) if variable in _names(s, ast.Load)]
+        """Return the numbers of the statements that read a variable, other than what they count."""
+        reading = (i for i, s in enumerate(self.statements) if variable in _names(s, ast.Load))
+        return [i for i in reading if not is_counting_loop(self.statements[i])]
 
     def returns_in(self, first: int, last: int) -> bool:
         """Return whether a range holds a return from forward."""
@@ -251,8 +255,9 @@ def _move_independent(statements: list[ast.stmt]) -> tuple[list[ast.stmt], list[
     for statement in statements[1:]:
         known, own = {n for s in kept for n in _all_names(s)}, _stored(statement)
         set_before = {n for s in kept for n in (*_stored(s), *_changed_in_place(s))}
-        depends = bool(_names(statement, ast.Load) & set_before or own & known)
-        plain = isinstance(statement, ast.Assign) and not _changed_in_place(statement)
+        changed = _changed_in_place(statement)
+        depends = bool(_names(statement, ast.Load) & set_before or (own | changed) & known)
+        plain = is_counting_loop(statement) or (isinstance(statement, ast.Assign) and not changed)
         (moved if plain and not depends else kept).append(statement)
     return moved, kept
 
@@ -419,6 +424,22 @@ def _stored(node: ast.AST) -> set[str]:
         for a in n.names
     }
     return _names(node, ast.Store) | defined | imported
+
+
+def _split_assignment(statement: ast.stmt) -> list[ast.stmt]:
+    """Return `losses, counts = [], []` as one assignment for each variable, any other statement as it is."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) > 1:
+        return [statement]
+    target, value = statement.targets[0], statement.value
+    if not isinstance(target, ast.Tuple) or not isinstance(value, ast.Tuple):
+        return [statement]
+    is_plain = all(
+        isinstance(v, ast.Constant) or (isinstance(v, ast.List) and not v.elts) for v in value.elts
+    )
+    if not is_plain or len(target.elts) != len(value.elts):
+        return [statement]
+    pairs = zip(target.elts, value.elts, strict=True)
+    return [ast.copy_location(ast.Assign([name], v), statement) for name, v in pairs]
 
 
 def _take_out_arguments(statement: ast.stmt) -> list[ast.stmt]:

@@ -20,11 +20,12 @@ from torch import nn
 from secc.codegen.plan_files import build_terms_files
 from secc.codegen.plan_writer import write_plan_files
 from secc.driver.batch_of_one import describe_fault_of_one, find_fault_of_one
+from secc.driver.batch_wide_values import KinkSearch
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
 from secc.driver.edge_fills import PaddingSeen, describe_varying, find_block_padding, find_padding, with_fills
 from secc.driver.global_switches import GlobalSwitch, find_global_switch
-from secc.driver.kept_state import refuse_kept_state
+from secc.driver.kept_state import is_in_any, refuse_kept_state
 from secc.driver.loaded_values import refuse_loaded_values
 from secc.driver.optional_inputs import ChangingInput, find_changing_input
 from secc.driver.python_draws import GeneratorStates, draws_error, naming_draws
@@ -68,7 +69,7 @@ from secc.runtime.plan.unsplit_reason import TOKEN_MIXING_REMEDY
 from secc.runtime.randomness.micro_batch_draws import ExtremeCoins
 from secc.runtime.sections import gradient_hooks
 from secc.runtime.sections.base import load_plan_module
-from secc.runtime.training.eager_reference import FLOAT32_TOLERANCES, LossAndGradients
+from secc.runtime.training.eager_reference import FLOAT32_TOLERANCES, LossAndGradients, compare_results
 from secc.runtime.training.evaluation import eval_mode
 from secc.runtime.training.evaluation_data import evaluation_plan
 from secc.runtime.training.one_rank_plan import (
@@ -91,6 +92,14 @@ _MOST_NAMED = 6  # blocks in a message
 _SIZE_REMEDY = (
     "micro-batches have fewer samples and rows than the batch: decide by no number of them; in place of a"
     " branch, a weight of 0 or 1 from a sum over the batch (`mask.sum() > n`) is exact"
+)
+_SUM_REMEDY = (
+    "decide for each sample, with torch.where or a mask; or in place of the branch multiply a part of the"
+    " loss by a weight of 0 or 1 from the sum (`(mask.sum() > n).float()`), which is exact"
+)
+_SIDES_REMEDY = (
+    "decide for each sample (`h.flatten(1).norm(dim=1) > c`, then torch.where or a mask), or take the line"
+    " out if no sample ever gets there"
 )
 _BRANCH_REMEDY = (
     "a branch of forward on an input that some samples lack (`if x is None`) is taken for the whole batch:"
@@ -627,6 +636,8 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         _compare_whole_numbers(compiled, rank, pattern, samples, watch)
     if compiled.plan.draws and 1 in sizes:
         check = _compare_extreme_coins(compiled, rank, drawn_once, check)
+    if check.comparison.is_exact and not compiled.plan.checks.get("accepted"):
+        _refuse_batch_wide_values(compiled, rank, drawn_once)
     return check
 
 
@@ -925,6 +936,53 @@ def _compare_many_samples(
         raise coupling
     message = f"{DecisionCause.SIZE}: {count} samples take another way than few of them"
     raise UserError(message, where, _SIZE_REMEDY)
+
+
+def _refuse_batch_wide_values(
+    compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises InexactPlan if the plan, which is exact, is not so where samples lie on both sides of a number
+    with which a block compares a value of all of them."""
+    whole = [b for section in compiled.plan.sections if section.whole_batch for b in section.blocks]
+    blocks = compiled.captured_model.capture.blocks
+    undivided = [block for block in blocks if is_in_any(block, whole)]
+
+    def is_exact(size: int) -> bool | None:
+        try:
+            return rank.compare_step(samples, size, _run_reference(compiled, rank, samples)).is_exact
+        except NotEnoughMemory:
+            raise
+        except UserError:  # plain PyTorch fails there, or a run refuses such samples
+            return None
+
+    def run_forward(some: Sequence[Mapping[str, Any]]) -> LossAndGradients:
+        return rank.run_eager(some, backward=False)
+
+    of_one_width = compiled.plan.widths == "global"
+    search = KinkSearch(rank.model, blocks, samples, run_forward, is_exact, of_one_width, undivided)
+    most_samples = math.inf if compiled.survey.has_crops else compiled.plan.global_batch
+    for where, watch in search.find_kinks_of_sums(most_samples):
+        step = rank.run_step(samples, 1)
+        with watch:
+            other = _run_reference(compiled, rank, samples)
+        if other.result and not compare_results(step, other.result, other.tolerances).is_exact:
+            raise InexactPlan(
+                f"{DecisionCause.READ_VALUE}, and no micro-batch reaches the number that this line compares"
+                " with while the batch may",
+                where,
+                _SUM_REMEDY,
+            )
+    if (found := search.find_coupling_kink()) is None:
+        return
+    with search.watch(found.moves):
+        coupling = _find_coupling(compiled, samples)
+    message = (
+        "this line decides by a value of all samples of a batch, and all compared samples lie on one side of"
+        " it; where some lie on the other side, micro-batches compute another loss than the batch"
+    )
+    named = " ".join(f"--whole-batch {block}" for block in found.blocks)
+    remedy = coupling.remedy.partition("; or ")[2] if coupling else f"{named}, exact: one call in a step"
+    raise InexactPlan(message, found.where, f"{_SIDES_REMEDY}; or {remedy}")
 
 
 def refuse_small_batches(compiled: CompiledPlan, samples: Sequence[Mapping[str, Any]]) -> None:

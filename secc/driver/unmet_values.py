@@ -17,7 +17,6 @@ import itertools
 import math
 import operator
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,18 +31,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from secc.driver.block_frames import BlockFrames
 from secc.driver.start_state import LIBRARIES
 from secc.driver.watched_arrays import watched_array, watched_array_functions
 from secc.driver.watched_numbers import Origin, is_watched, watched_conversions, watched_number
 from secc.frontend.capture.capture import CapturedCase
 from secc.frontend.dataset.survey import DatasetSurvey
-from secc.runtime.model.function_blocks import FunctionBlock
-from secc.runtime.model.source_lines import (
-    current_user_frame,
-    format_source_line,
-    module_paths_by_id,
-    running_module_and_frames,
-)
+from secc.runtime.model.source_lines import current_user_frame, format_source_line
 
 MOST_TRIES = 32  # forwards of samples with other values
 SMALL_NUMBERS = 64  # 0 to 63 are tried for inputs that are one whole number for a sample
@@ -126,25 +120,13 @@ class ComparisonWatch(TorchDispatchMode):
         self._searched = dict[tuple[str, str, float], list[int]]()
         self.reads_numbers, self.follows_numbers = False, follows_numbers
         self._followed, self._is_noting = 0, False
-        blocks = tuple(blocks)
-        self._paths, self._blocks = module_paths_by_id(model), tuple(f"{block}." for block in blocks)
-        functions = (
-            m for path, m in model.named_modules() if path in blocks and isinstance(m, FunctionBlock)
-        )
-        functions = [function for block in functions for function in block.intercepted]
-        self._codes = {function.__code__ for function in functions}
-        files = {id(f.__globals__): f.__globals__ for f in functions}
-        for path in blocks if follows_numbers else ():
-            for cls in {c for m in model.get_submodule(path).modules() for c in type(m).__mro__}:
-                if not cls.__module__.startswith("torch.") and cls.__module__ in sys.modules:
-                    files[id(vars(sys.modules[cls.__module__]))] = vars(sys.modules[cls.__module__])
-        self._files = list(files.values())
+        self._frames = BlockFrames(model, blocks)
         self._inner = ExitStack()
 
     def __enter__(self) -> Self:
         self._inner.enter_context(_ReadingWatch(self))
         if self.follows_numbers:
-            self._inner.enter_context(watched_conversions(self._files))
+            self._inner.enter_context(watched_conversions(self._frames.files))
             self._inner.enter_context(watched_array_functions())
         return super().__enter__()
 
@@ -172,7 +154,11 @@ class ComparisonWatch(TorchDispatchMode):
                 for number in other.flatten().tolist():
                     self._note_comparison(name, tensor, number, _COMPARISONS_BY_NAME[name](tensor, number))
             return
-        if isinstance(other, bool) or not isinstance(other, (int, float)) or (frame := self._frame()) is None:
+        if (
+            isinstance(other, bool)
+            or not isinstance(other, (int, float))
+            or (frame := self._frames.innermost()) is None
+        ):
             return
         where = format_source_line(frame.f_code, frame.f_lineno)
         asked = AskedNumber(where, name, other, not tensor.is_floating_point())
@@ -180,7 +166,7 @@ class ComparisonWatch(TorchDispatchMode):
         values = numbers[:_MOST_VALUES].tolist()
         self._note(asked, (bool(result.any()), bool(result.all())), values, _digest(numbers))
 
-    def note_numbers(self, comparison: str, number: float, values: Sequence[float], origin: Origin) -> None:
+    def note_numbers(self, comparison: str, number: float, values: Sequence[float], origin: Origin) -> float:
         """Notes that code compares numbers of a tensor, or what it computed from them, with another."""
         compare = getattr(operator, comparison)
 
@@ -194,6 +180,11 @@ class ComparisonWatch(TorchDispatchMode):
             self._note_numbers_read(search, origin, lambda result: bool(compare(result, number)) is wanted)
 
         self._follow(note_frame)
+        return 0.0
+
+    def note_step(self, value: float, step: float) -> float:
+        """Code that rounds is not followed."""
+        return 0.0
 
     def note_key(self, value: float, origin: Origin) -> None:
         """Notes the numbers of containers in which code may look for a number of a tensor."""
@@ -234,7 +225,12 @@ class ComparisonWatch(TorchDispatchMode):
 
     def note_read(self, tensor: torch.Tensor, values: Sequence[float]) -> None:
         """Notes numbers of a tensor that Python reads."""
-        if tensor.requires_grad or tensor.is_complex() or not values or (frame := self._frame()) is None:
+        if (
+            tensor.requires_grad
+            or tensor.is_complex()
+            or not values
+            or (frame := self._frames.innermost()) is None
+        ):
             return
         where = format_source_line(frame.f_code, frame.f_lineno)
         if tensor.dtype is torch.bool:
@@ -249,7 +245,12 @@ class ComparisonWatch(TorchDispatchMode):
     def watch_numbers(self, tensor: torch.Tensor, value: Any) -> Any:
         """Returns numbers that a block reads of a tensor as watched ones, which note what they are compared
         with, if numbers are followed; else as they are."""
-        if tensor.requires_grad or tensor.is_complex() or tensor.dtype is torch.bool or self._frame() is None:
+        if (
+            tensor.requires_grad
+            or tensor.is_complex()
+            or tensor.dtype is torch.bool
+            or self._frames.innermost() is None
+        ):
             return value
         self.reads_numbers |= not tensor.is_floating_point()
         if not self.follows_numbers or tensor.numel() > _MOST_FOLLOWED:
@@ -270,12 +271,6 @@ class ComparisonWatch(TorchDispatchMode):
     def is_unmoved(self, asked: AskedNumber, trials: Iterable[ComparisonWatch]) -> bool:
         """Whether a comparison met the same in all trials with other values, of which there are some."""
         return {trial.digests.get(asked) for trial in trials} == {self.digests[asked]}
-
-    def _frame(self) -> FrameType | None:
-        """Returns the innermost frame of the user's code if it runs in a block."""
-        path, frames = running_module_and_frames(self._paths)
-        is_inside = f"{path}.".startswith(self._blocks) or any(f.f_code in self._codes for f in frames)
-        return frames[0] if frames and is_inside else None
 
 
 class _ReadingWatch(TorchFunctionMode):

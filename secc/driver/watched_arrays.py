@@ -43,14 +43,16 @@ class WatchedArray(np.ndarray[Any, Any]):
         plain = [_plain(value) for value in inputs]
         if out is not None:
             options["out"] = tuple(map(_plain, out))
-        result = getattr(ufunc, method)(*plain, **options)
         place = next(
             i for i, value in enumerate(inputs) if isinstance(value, WatchedArray) or is_watched(value)
         )
         if method == "__call__" and ufunc.__name__ in _COMPARISONS:
             if not any(isinstance(v, WatchedArray) or is_watched(v) for v in inputs[place + 1 :]):
-                inputs[place].note_comparison(_COMPARISONS[ufunc.__name__][place], plain[1 - place])
-            return result
+                name = _COMPARISONS[ufunc.__name__][place]
+                if move := inputs[place].note_comparison(name, plain[1 - place]):
+                    plain[place] = plain[place] - move
+            return getattr(ufunc, method)(*plain, **options)
+        result = getattr(ufunc, method)(*plain, **options)
         if out is not None or self.listener is None or self.origin is None:
             return result if out is None else out[0]
         others = [value for i, value in enumerate(plain) if i != place]
@@ -74,13 +76,15 @@ class WatchedArray(np.ndarray[Any, Any]):
             args[0].note_comparison("ge", args[1])
         return super().__array_function__(func, types, args, kwargs)
 
-    def note_comparison(self, comparison: str, others: Any) -> None:
-        """Tells the listener what the numbers of this array are compared with."""
+    def note_comparison(self, comparison: str, others: Any) -> float:
+        """Tells the listener what the numbers of this array are compared with. Returns what it takes off
+        them."""
         numbers = _as_array(_plain(others)).ravel()[:_MOST_NUMBERS]
         if self.listener is not None and self.origin is not None and numbers.dtype.kind in "iuf":
             values = self.view(np.ndarray).ravel().tolist()
-            for number in numbers.tolist():
-                self.listener.note_numbers(comparison, number, values, self.origin)
+            moves = [self.listener.note_numbers(comparison, n, values, self.origin) for n in numbers.tolist()]
+            return next(filter(None, moves), 0.0)
+        return 0.0
 
     def __getitem__(self, key: Any) -> Any:
         return self._watch(super().__getitem__(_plain(key)))

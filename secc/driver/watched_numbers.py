@@ -10,6 +10,7 @@ in the files of that code while it is watched.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,14 +25,20 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ARITHMETIC = ("add", "sub", "mul", "floordiv", "truediv", "mod", "and", "or", "xor", "lshift", "rshift")
 _JUMPING = ("mod", "floordiv", "and", "or__", "shift", "invert", "round", "floor", "ceil", "trunc")
 _FARTHEST = 4096  # from a number that code has read to one that is tried
+_STEPS = {"__floor__": 0.0, "__ceil__": 0.0, "__trunc__": 1.0, "__round__": 0.5}  # where these jump
 _UNARY = ("neg", "pos", "abs", "invert", "round", "floor", "ceil", "trunc")
 
 
 class Listener(Protocol):
     """What watched numbers tell of."""
 
-    def note_numbers(self, comparison: str, number: float, values: Sequence[float], origin: Origin) -> None:
-        """Code compares `values`, which come from a tensor, with a number."""
+    def note_numbers(self, comparison: str, number: float, values: Sequence[float], origin: Origin) -> float:
+        """Code compares `values`, which come from a tensor, with a number. Returns what to take off them."""
+        ...
+
+    def note_step(self, value: float, step: float) -> float:
+        """Code makes a whole number of `value`, which jumps at `step`. Returns what to take off it."""
+        ...
 
     def note_key(self, value: float, origin: Origin) -> None:
         """Code looks for `value` in a set or a dict, or makes a text of it."""
@@ -115,9 +122,11 @@ def _comparing(base: type, name: str) -> Callable[..., Any]:
     plain = getattr(base, f"__{name}__")
 
     def note_and_compare(self: Any, other: Any) -> Any:
-        if isinstance(other, (int, float)) and not isinstance(other, (bool, _Watched)):
-            self.listener.note_numbers(name, other, [plain_number(self)], self.origin)
-        return plain(self, other)
+        if not isinstance(other, (int, float)) or isinstance(other, (bool, _Watched)):
+            return plain(self, other)
+        value = plain_number(self)
+        move = self.listener.note_numbers(name, other, [value], self.origin)
+        return getattr(operator, name)(value - move, other) if move else plain(self, other)
 
     return note_and_compare
 
@@ -133,6 +142,13 @@ def _computing(base: type, method: str) -> Callable[..., Any]:
         def step(number: Any) -> Any:
             return getattr(float, method)(float(number), *others) if is_mixed else plain(number, *others)
 
+        if method in _STEPS and not others and base is float:
+            value = plain_number(self)
+            return watched_number(
+                step(value - self.listener.note_step(value, _STEPS[method])),
+                self.listener,
+                self.origin.with_step(step, jumps),
+            )
         return watched_number(step(plain_number(self)), self.listener, self.origin.with_step(step, jumps))
 
     return compute_watched
@@ -181,11 +197,14 @@ class _StandIn(type):
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
         if len(arguments) == 1 and isinstance(arguments[0], (torch.Tensor, np.ndarray)):
             arguments = (arguments[0].item(),)
-        made = cls.stands_for(*map(plain_number, arguments), **options)
+        plain = list(map(plain_number, arguments))
         watched = [a for a in arguments if isinstance(a, _Watched)]
         if not watched:
-            return made
+            return cls.stands_for(*plain, **options)
         jumps = cls.stands_for is int and isinstance(watched[0], float)
+        if jumps:
+            plain[0] -= watched[0].listener.note_step(plain[0], _STEPS["__trunc__"])
+        made = cls.stands_for(*plain, **options)
         return watched_number(made, watched[0].listener, watched[0].origin.with_step(cls.stands_for, jumps))
 
 

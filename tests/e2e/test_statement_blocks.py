@@ -291,9 +291,27 @@ def test_a_loop_over_sequences_leaves_the_division_outside_of_its_block(form: st
     assert [(s.blocks, s.whole_batch) for s in plan.sections] == [((name_lines(model, first, last),), False)]
 
 
-def test_a_divisor_that_a_loop_counts_by_values_names_a_remedy_that_works(tmp_path: Path) -> None:
+COUNTS = {
+    "int": ["count += int((signs != 0).sum())"],
+    "len": ["kept = signs[signs != 0]", "count += len(kept)"],
+    "item": ["count = count + (signs != 0).sum().item()"],
+}
+
+
+@pytest.mark.parametrize("lines", COUNTS.values(), ids=COUNTS)
+def test_a_divisor_that_a_loop_counts_by_values_is_exact(lines: list[str], tmp_path: Path) -> None:
     text = (MODELS / "summed_recordings.py").read_text()
-    counted = text.replace("signs.numel()", "int((signs != 0).sum())")
+    counted = text.replace("count += signs.numel()", "\n            ".join(lines))
+    assert counted != text
+    (tmp_path / "counted.py").write_text(counted)
+    options = CompileOptions(cluster="local:3", global_batch=12, set=("model.dp=3",))
+    plan = check_exactness(compile_model(tmp_path / "counted.py", options), required=True).plan
+    assert [s.whole_batch for s in plan.sections] == [False]
+
+
+def test_a_divisor_that_a_module_decides_names_a_remedy_that_works(tmp_path: Path) -> None:
+    text = (MODELS / "summed_recordings.py").read_text()
+    counted = text.replace("signs.numel()", "int((scores.argmax(-1) != signs).sum())")
     (tmp_path / "counted.py").write_text(counted)
     options = CompileOptions(cluster="local:3", global_batch=12, set=("model.dp=3",))
     with pytest.raises(UserError, match="not separable by sample: lines_") as refused:
