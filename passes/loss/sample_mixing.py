@@ -4,6 +4,7 @@ a table."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import combinations, pairwise
 
 from xdsl.ir import Operation, SSAValue
 
@@ -14,7 +15,7 @@ from secc.ir.dialect.readable_names import (
     SAMPLE_PLACES_ATTRIBUTE,
     SUMMED_ATTRIBUTE,
 )
-from secc.ir.dialect.size_expr import Expr, evaluate_size, size_symbol
+from secc.ir.dialect.size_expr import Expr, evaluate_size, format_expr, size_symbol
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss.approximations import take_function_of_sums
 from secc.passes.loss.arithmetic import apply_to_entries
@@ -48,6 +49,10 @@ from secc.runtime.plan.schema import FUNCTION_PREFIX
 
 BATCH_NORM_REMEDY = "use a norm without batch statistics (LayerNorm, GroupNorm), or put it in eval mode"
 FREQUENCY_REMEDY = "leave scale_grad_by_freq out"
+MIXED_ROWS_REMEDY = (
+    "compute each sample's rows from that sample alone, the same way for any number of samples: name the dim "
+    "that an op works along (`dim=-1`)"
+)
 STATE_REMEDY = (
     "each micro-batch would change what the next one reads: leave it as it is while the model trains, "
     "or change it after the step"
@@ -61,8 +66,11 @@ COUPLINGS = {
         "gradients by how often a row is looked up in the batch, scale_grad_by_freq",
         FREQUENCY_REMEDY,
     ),
+    "mixed_rows": ("a sample gives another result when other samples come with it", MIXED_ROWS_REMEDY),
     "state": ("a tensor of the model that forward changes depending on its inputs", STATE_REMEDY),
 }
+
+_MOST_PARTS = 20  # samples at which numbers of rows are compared
 
 SOFTMAX_REMEDY = (
     "write this softmax of inputs as shares of a sum, which are exact: `e = x.exp()`, `e / e.sum(0)`; shift x"
@@ -140,8 +148,19 @@ def _adds_up(ctx: LossContext, dim: Expr) -> bool:
     (symbol, *others) = [str(s) for s in dim.free_symbols] or [""]
     if symbol not in ctx.sample_symbols or others:
         return True
-    one, two, both = (evaluate_size(dim, {symbol: n}) for n in (3, 4, 7))
-    return one + two == both
+    sizes = [evaluate_size(dim, {symbol: n}) for n in range(_MOST_PARTS)]
+    return all(sizes[m] + sizes[n] == sizes[m + n] for m, n in combinations(range(1, _MOST_PARTS // 2), 2))
+
+
+def _find_uneven_result(op: CallOp) -> str:
+    """The number of rows of a call's result that does not grow by as many for each further sample, as where
+    samples are paired or put into groups; "" if there is none. Other rows may be so (patches in groups)."""
+    samples = size_symbol("B")
+    for dim in (d for r in op.results for d in tensor_type(r).shape if d.free_symbols == {samples}):
+        sizes = [evaluate_size(dim, {"B": n}) for n in range(1, _MOST_PARTS)]
+        if len({b - a for a, b in pairwise(sizes)}) > 1:
+            return format_expr(dim)
+    return ""
 
 
 def _check_batch_norm(ctx: LossContext, op: Computation, position: int | None) -> BadState | None:
@@ -217,6 +236,10 @@ def states_of_call(ctx: LossContext, op: CallOp) -> list[ValueState]:
             return [ctx.refuse_op(op, "takes a value that depends on all samples")] * len(op.results)
     if (misplaced := _find_misplaced_samples(ctx, op)) is not None:
         return [misplaced] * len(op.results)
+    if not takes_all and (rows := _find_uneven_result(op)):
+        why = f"returns {rows} rows for B samples, to which those of micro-batches do not add up"
+        remedy = f"{DEFAULT_REMEDY}; or {_format_whole_batch(path, [])}, exact"
+        return [ctx.refuse_op(op, why, remedy)] * len(op.results)
     why = "reduces its samples to a value that is the whole batch's"
     every = _format_whole_batch(path, _find_reducing_blocks(ctx, op))
     remedy = (

@@ -152,7 +152,8 @@ class Hazard:
     """Something a plan must know about forward that its graph does not show.
 
     kind: "batch_norm" (in a module of torch's), "batch_statistics" (a batch norm in other code), "frequency"
-    or "state" (`op` is then the name of a parameter or buffer) for what couples samples inside a block;
+    "mixed_rows" (rows that numbers show to depend on other samples) or "state" (`op` is then the name of a
+    parameter or buffer) for what couples samples inside a block;
     "placed_rows" for rows that a block puts in the places of a mask; "autocast" for a region of a device that
     this machine does not have.
     """

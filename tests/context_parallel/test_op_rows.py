@@ -56,7 +56,6 @@ def test_functions_that_write_if_asked_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cat", "cumsum", "diff", "matmul", "norm", "roll", "sum", "topk", "where"])
 def test_ops_on_rows_are_as_whole(name: str) -> None:
-    pytest.importorskip("expecttest", reason="torch's own tests need it")
     from torch.testing._internal.common_methods_invocations import op_db
 
     from tests.context_parallel.op_rows import iter_claims

@@ -41,6 +41,7 @@ from secc.frontend.capture.control_flow_paths import (
 )
 from secc.frontend.capture.generalize import GenericGraph, generalize_captures
 from secc.frontend.capture.known_recordings import KnownRecordings
+from secc.frontend.capture.mixed_rows import find_mixed_rows
 from secc.frontend.capture.probe_batches import ProbeBatches
 from secc.frontend.capture.random_op_rows import find_random_ops
 from secc.frontend.capture.rerecorded_cases import OutlinedCaptures, RowSymbols, add_row_symbols
@@ -177,6 +178,7 @@ def capture_model(
             graphs = [case.generic.graph for case in capture.cases]
             mark_summed_results(user, model, survey, graphs, statements.chosen_paths)
             statements.check_results(graphs)
+            capture.hazards += find_mixed_rows(user, model, survey, capture.inputs, graphs)
             capture.notes[:0] = [*statements.notes, *functions.notes]
             return capture
         except TryTimeEnded as ended:

@@ -48,13 +48,20 @@ def mark_summed_results(
     scalars = [(n, place) for n in nodes if (place := _find_place(n, paths)) is not None]
     if not scalars:
         return
-    is_large = sum(p.numel() * 4 for p in meta.parameters()) > _MOST_BYTES
-    with torch.random.fork_rng(), contextlib.redirect_stdout(io.StringIO()):
-        torch.manual_seed(0)
-        model = user.build_small_model() if is_large else user.build_model()
+    with trial_model(user, meta) as model:
         summed = set() if model is None else _find_sums(user, model, survey, {place for _, place in scalars})
     for node, place in scalars:
         node.meta["summed"] = place in summed
+
+
+@contextlib.contextmanager
+def trial_model(user: UserModel, meta: nn.Module) -> Iterator[nn.Module | None]:
+    """Gives the model with weights, or the small one in place of a large one, to be run without output and
+    with random numbers of its own; None if it is too large."""
+    is_large = sum(p.numel() * 4 for p in meta.parameters()) > _MOST_BYTES
+    with torch.random.fork_rng(), contextlib.redirect_stdout(io.StringIO()):
+        torch.manual_seed(0)
+        yield user.build_small_model() if is_large else user.build_model()
 
 
 def _is_float_scalar(node: fx.Node) -> bool:

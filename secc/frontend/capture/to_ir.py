@@ -55,7 +55,7 @@ from secc.runtime.recorder import Hazard, is_read_node, outline, read_value, tak
 from secc.runtime.sections.autograd_functions import UserFunctionCall
 
 # Hazards that make samples depend on each other; a block that has several names the first of these.
-_COUPLING_KINDS = ("state", "frequency", "batch_statistics", "batch_norm")
+_COUPLING_KINDS = ("state", "frequency", "mixed_rows", "batch_statistics", "batch_norm")
 
 
 def capture_to_ir(capture: Capture) -> ModuleOp:
