@@ -16,7 +16,8 @@ replicas and micro-batches. Norms decide which shapes are good, and shapes which
 norms; as other shapes are tried first, the best plans are last tried with other norms. Of mixtures of experts
 closed forms misjudge whole kinds of plans: replicas that exchange tokens wait for each other in every round,
 and stages for the longest micro-batch. So the search also looks around the best plan of each number of parts
-of the experts, and of each number of stages.
+of the experts, and of each number of stages. In the end, neighbours of good plans are tried that are the
+most promising by the ratios of estimates to closed forms so far (`secc.alloc.refine.step_model`).
 
 A full evaluation schedules several global batches with the scheduler's own search. To save time there are
 three levels. An *estimate* schedules one batch without search; where its step leaves no time for a search, it
@@ -60,6 +61,7 @@ from secc.alloc.refine.start_plans import (
     sections_with_experts,
     start_plans,
 )
+from secc.alloc.refine.step_model import StepModel
 from secc.alloc.solver.allocation_solver import solve_allocation
 
 MAX_EVALUATED_PLANS = 60
@@ -97,6 +99,13 @@ KIND_MARGIN = 1 / 2
 MORE_PLANS_WITH_KINDS = 30  # than MAX_EVALUATED_PLANS
 MOST_ROUNDS_OF_KIND = 4
 NEIGHBOURS_OF_KIND = 5  # ... of so many neighbours and some plans with a lighter load each
+# Neighbours of plans that take at most this share longer than the best one are estimated where ratios of
+# estimates to closed forms make them promising: so many at a time, in all, and with so many tasks.
+PROMISING_MARGIN = 1 / 4
+PROMISING_GAIN = 1 / 50  # they have to be shorter than the best plan by this share
+PROMISING_AT_ONCE = 4
+MOST_PROMISING_PLANS = 24
+MOST_PROMISING_TASKS = 200_000
 LOAD_RESOLUTION = 32  # loads are counted in units of 1/32 of the step; smaller differences do not count
 
 
@@ -178,6 +187,9 @@ class _LocalSearch:
     lighter_plans: number of plans estimated because their busiest ranks have less to do.
     plans_with_other_groups: number of plans estimated because they are a good one with other groups.
     plans_with_other_norms: number of plans estimated because they are a good one with other norms.
+    promising: plans estimated because the model of steps expects them to be short.
+    known: plans that it chooses from, with their steps by the closed forms.
+    expanded: plans with neighbours that are among them.
     mixtures: sections that may divide experts.
     seeks_kinds: whether plans of other kinds are sought; a search that goes on from another one leaves them
       to it.
@@ -203,6 +215,10 @@ class _LocalSearch:
         self.estimates: dict[PlanKey, Evaluation] = {}
         self.evaluations: dict[PlanKey, list[Evaluation]] = {}
         self.lighter_plans = self.plans_with_other_groups = self.plans_with_other_norms = 0
+        self.promising: list[Assignment] = []
+        self.known: dict[PlanKey, tuple[Assignment, int]] = {}
+        self.expanded = set[PlanKey]()
+        self.step_model = StepModel(problem)
         self.mixtures = sections_with_experts(neighbourhood)
         self.seeks_kinds, self.sought_kinds = False, set[PlanKind]()
         self.candidates_by_ranks = {
@@ -235,6 +251,7 @@ class _LocalSearch:
                 self._estimate_other_stages,
                 self._estimate_other_norms,
                 self._estimate_other_kinds,
+                self._estimate_promising_plans,
             ):
                 if challenger is shortest and searches and estimate_more(shortest):
                     challenger = self._select_best()
@@ -244,7 +261,7 @@ class _LocalSearch:
                         shortest,
                         mean_evaluation(self.evaluations[_plan_key(shortest)]),
                         self._closed_form_ns(shortest),
-                        len(self.evaluated),
+                        len(self.estimates),
                         self._close_plans_with_stages(shortest),
                     )
                 challenger = self._select_best()
@@ -613,6 +630,62 @@ class _LocalSearch:
                 if now is None or now is found or not self._fits_memory(now):
                     break
         return len(self.evaluated) > before
+
+    def _estimate_promising_plans(self, shortest: Assignment) -> bool:
+        """Estimates neighbours of good plans, the most promising first by the model of steps, until one is
+        clearly shorter than the best plan. Only then it counts as evaluated, since later choices change steps
+        by some percent. Returns whether there is one."""
+        best_ns = self._estimated_ns(shortest)
+        good = (a for a in self.evaluated if self._estimated_ns(a) <= best_ns * (1 + PROMISING_MARGIN))
+        for a in good:
+            if _plan_key(a) not in self.expanded:
+                self.expanded.add(_plan_key(a))
+                self.known |= self._changed_plans(a)
+        longest = self._longest_closed_form(shortest)
+        while self._may_try_promising():
+            near = [x for key, x in self.known.items() if key not in self.estimates and x[1] <= longest]
+            if not near:
+                break
+            tried = [*{_plan_key(a): a for a in (*self.evaluated, *self.promising)}.values()]
+            plans = self.step_model.choose_promising(
+                tried,
+                [self._estimated_ns(a) / self._closed_form_ns(a) for a in tried],
+                [a for a, _ in near],
+                [closed_form_ns for _, closed_form_ns in near],
+                PROMISING_AT_ONCE,
+            )
+            evaluations = self._evaluate_requests([(a, None) for a in plans])
+            self.estimates |= zip(map(_plan_key, plans), evaluations, strict=True)
+            self.promising += plans
+            most = best_ns * (1 - PROMISING_GAIN)
+            shorter = [a for a in plans if self._fits_memory(a) and self._estimated_ns(a) < most]
+            self.evaluated += shorter
+            if shorter:
+                return True
+        return False
+
+    def _changed_plans(self, origin: Assignment) -> dict[PlanKey, tuple[Assignment, int]]:
+        """New plans in which one section is any other candidate on as many ranks, or ranks
+        are moved, with their steps by the closed forms."""
+        found = dict[PlanKey, tuple[Assignment, int]]()
+        changed = (
+            replace(origin, choice={**origin.choice, s: k})
+            for s, i in origin.choice.items()
+            for k in self.candidates_by_ranks[s][self.problem.sections[s][i].ranks]
+        )
+        for a in (*changed, *self._plans_with_moved_ranks(origin)):
+            key = _plan_key(a)
+            if key not in self.known and key not in found:
+                try:
+                    found[key] = a, self._closed_form_ns(a)
+                except ValueError:
+                    continue
+        return found
+
+    def _may_try_promising(self) -> bool:
+        """Whether anything is left of the budgets of promising plans."""
+        tasks = sum(self.estimates[_plan_key(a)].tasks for a in self.promising)
+        return len(self.promising) < MOST_PROMISING_PLANS and tasks < MOST_PROMISING_TASKS
 
     def _kinds_of(self, a: Assignment) -> set[PlanKind]:
         """Into how many parts a plan divides the experts of each mixture, and in how many stages it runs."""

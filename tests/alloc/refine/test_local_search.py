@@ -308,6 +308,7 @@ def test_a_search_goes_on_from_the_plan_of_another_one(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(local_search, "MAX_EVALUATED_PLANS", 0)
     monkeypatch.setattr(local_search, "MOST_LIGHTER_PLANS", 0)
+    monkeypatch.setattr(local_search, "MOST_PROMISING_PLANS", 0)
     monkeypatch.setattr(local_search, "start_plans", lambda *_: [])
     alone, found = refined(), refined(solution.assignment)
     assert found.assignment == solution.assignment
@@ -334,6 +335,7 @@ def test_the_best_plan_is_tried_with_other_norms_last(monkeypatch: pytest.Monkey
     monkeypatch.setattr(PlanEvaluator, "evaluate_batch", faster_on_parts)
     monkeypatch.setattr(local_search, "MAX_EVALUATED_PLANS", 0)
     monkeypatch.setattr(local_search, "MOST_LIGHTER_PLANS", 0)
+    monkeypatch.setattr(local_search, "MOST_PROMISING_PLANS", 0)
     monkeypatch.setattr(local_search, "MOST_PLANS_WITH_OTHER_GROUPS", 0)
     monkeypatch.setattr(local_search, "start_plans", lambda *_: [])
     monkeypatch.setattr(_LocalSearch, "_shorten_waits", lambda _, a: a)
@@ -347,6 +349,8 @@ def test_the_best_plan_is_tried_with_other_norms_last(monkeypatch: pytest.Monkey
     assert norms(found.assignment) == ["sequence"] * len(both) and found.evaluated_plans > 1
     monkeypatch.setattr(local_search, "MOST_PLANS_WITH_OTHER_NORMS", 0)
     assert norms(refined().assignment) == ["whole"] * len(both)
+    monkeypatch.setattr(local_search, "MOST_PROMISING_PLANS", 24)  # which have any other choice of a section
+    assert norms(refined().assignment) == ["sequence"] * len(both)
 
 
 def test_the_shown_batch_has_the_step_closest_to_the_mean() -> None:

@@ -32,6 +32,7 @@ def found_plan(monkeypatch: pytest.MonkeyPatch, strategy: str, faster_groups: in
     monkeypatch.setattr(PlanEvaluator, "evaluate_batch", evaluate_batch)
     monkeypatch.setattr(local_search, "MAX_EVALUATED_PLANS", 0)
     monkeypatch.setattr(local_search, "MOST_LIGHTER_PLANS", 0)
+    monkeypatch.setattr(local_search, "MOST_PROMISING_PLANS", 0)
     monkeypatch.setattr(local_search, "CLOSED_FORM_MARGIN", 2)
     monkeypatch.setattr(local_search, "start_plans", lambda *_: [])
     found = refine_by_simulation(

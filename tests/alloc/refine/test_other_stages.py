@@ -48,6 +48,7 @@ def test_other_stages_of_the_best_plan_are_tried_on_as_many_ranks(monkeypatch: p
 
     monkeypatch.setattr(local_search, "MAX_EVALUATED_PLANS", 0)
     monkeypatch.setattr(local_search, "MOST_LIGHTER_PLANS", 0)
+    monkeypatch.setattr(local_search, "MOST_PROMISING_PLANS", 0)
     monkeypatch.setattr(local_search, "start_plans", lambda *_: [])
     monkeypatch.setattr(_LocalSearch, "_shorten_waits", lambda _, a: a)
     found = refine_plan()
