@@ -164,7 +164,7 @@ class ComparisonWatch(TorchDispatchMode):
         asked = AskedNumber(where, name, other, not tensor.is_floating_point())
         numbers = tensor.detach().flatten().contiguous()
         values = numbers[:_MOST_VALUES].tolist()
-        self._note(asked, (bool(result.any()), bool(result.all())), values, _digest(numbers))
+        self._note(asked, (bool(result.any()), bool(result.all())), values, hash_contents(numbers))
 
     def note_numbers(self, comparison: str, number: float, values: Sequence[float], origin: Origin) -> float:
         """Notes that code compares numbers of a tensor, or what it computed from them, with another."""
@@ -287,9 +287,11 @@ class _ReadingWatch(TorchFunctionMode):
         return self._watch.watch_numbers(args[0], result) if func in _READS else result
 
 
-def _digest(numbers: torch.Tensor) -> int:
+def hash_contents(numbers: torch.Tensor) -> int:
     """Returns what tells the contents of tensors apart."""
-    return hash(numbers.view(torch.uint8).numpy(force=True).tobytes())
+    # A single number can have any stride, also as a contiguous tensor, and bytes are viewed at stride 1 only.
+    flat = numbers.new_empty(numbers.numel()).copy_(numbers.detach().flatten())
+    return hash(flat.view(torch.uint8).numpy(force=True).tobytes())
 
 
 def _numbers_of_code(frame: FrameType, most: int, with_texts: bool = False) -> set[float]:
