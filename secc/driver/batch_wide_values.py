@@ -59,8 +59,8 @@ _ORDERS = ("lt", "le", "gt", "ge")
 @dataclass(frozen=True)
 class Kink:
     """An op of a line that does something else on one side of a number than on the other. may_split: whether
-    it is a comparison of many values, of which one may get another answer. dims: of these values.
-    is_between: whether code between blocks runs it."""
+    it compares many values, and one of them may get another answer. dims: of these values. is_between:
+    whether code between blocks runs it."""
 
     where: str
     name: str
@@ -83,8 +83,8 @@ class _Call:
 class KinkWatch(TorchDispatchMode):
     """Notes kinks of code in blocks, and moves some: `moves` is taken off the values that such a kink
     meets. follows_numbers: notes what becomes of numbers that Python reads, too; code that asks for the very
-    class of a number may fail then. Of code between blocks, comparisons of one value are noted of which
-    Python reads the answer. undivided: blocks that take all samples of a step at once, and are left out."""
+    class of a number may fail then. Of code between blocks, comparisons of one value are noted where Python
+    reads the answer. undivided: blocks that take all samples of a step at once, and are left out."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class BlockFrames:
         return list(found.values())
 
     def running_block(self) -> str:
-        """Returns the path of the block whose code runs; "" if there is none."""
+        """Returns the path of the block that runs; "" if there is none."""
         path, frames = running_module_and_frames(self._paths)
         found = (block for block in self._names if f"{path}.".startswith(f"{block}."))
         running = max(found, key=len, default="")

@@ -247,7 +247,7 @@ def find_kept_state(
             if (kept or len(some) > 1) and _differ(_outcome_or_nan(again), outcome):
                 return None, _describe(model, kept, lines)
             if kept and all(are_equal(v.read(), whole.get(v.name)) for v in kept):
-                break  # each call writes them anew, whatever was there
+                break  # each call writes them again, whatever was there
         return None, None
 
     half, found, failed = samples[: (len(samples) + 1) // 2], (None, None), False

@@ -269,7 +269,7 @@ class ComparisonWatch(TorchDispatchMode):
             met.update(itertools.islice(values, max(0, _MOST_VALUES - len(met))))
 
     def is_unmoved(self, asked: AskedNumber, trials: Iterable[ComparisonWatch]) -> bool:
-        """Whether a comparison met the same in all trials with other values, of which there are some."""
+        """Whether there were trials with other values, and a comparison met the same in all of them."""
         return {trial.digests.get(asked) for trial in trials} == {self.digests[asked]}
 
 
@@ -428,8 +428,8 @@ def inputs_of_blocks(cases: Sequence[CapturedCase], keys: Collection[str]) -> li
 def _keys_that_reach(
     cases: Iterable[CapturedCase], keys: Collection[str], is_meant: Callable[[str], bool]
 ) -> list[str]:
-    """Returns those of the samples' keys with values that come, through glue, to a call of a block whose path
-    is meant, and those that are no inputs of forward."""
+    """Returns the samples' keys with values that come, through glue, to a call of a block with a path that is
+    meant, and keys that are no inputs of forward."""
     sources = [n for c in cases for n in c.generic.graph.nodes if n.op == "placeholder" and n.target in keys]
     found = set(keys) - {str(source.target) for source in sources}
     for source in sources:

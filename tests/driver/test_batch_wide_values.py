@@ -53,8 +53,8 @@ COUPLED = {
 
 
 def find_kink(folder: Path, text: str) -> CouplingKink | None:
-    """Searches in the tower of a model file whose loss is a sum over samples, which stand in for a plan's
-    micro-batches."""
+    """Searches in the tower of a model file. Its loss is a sum over samples, so single samples stand in for
+    the micro-batches of a plan."""
     (folder / "model.py").write_text(text)
     user = load_model_file(folder / "model.py")
     model = user.build_model()

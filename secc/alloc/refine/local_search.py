@@ -665,8 +665,8 @@ class _LocalSearch:
         return False
 
     def _changed_plans(self, origin: Assignment) -> dict[PlanKey, tuple[Assignment, int]]:
-        """New plans in which one section is any other candidate on as many ranks, or ranks
-        are moved, with their steps by the closed forms."""
+        """New plans in which one section is any other candidate on as many ranks, or ranks are moved, with
+        their steps by the closed forms."""
         found = dict[PlanKey, tuple[Assignment, int]]()
         changed = (
             replace(origin, choice={**origin.choice, s: k})
