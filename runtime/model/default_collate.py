@@ -100,6 +100,17 @@ def default_collate(samples: Sequence[Sample], forward_names: Collection[str]) -
     return DefaultCollate.fit(samples, forward_names)(samples)
 
 
+def find_joined_key(sample: Mapping[Any, Any]) -> str | None:
+    """Return a key of a sample, or of a dict in it, that could be one of an opened dict. None if there is
+    none."""
+    for key, value in sample.items():
+        if isinstance(key, str) and KEY_SEPARATOR in key:
+            return key
+        if isinstance(value, Mapping) and (inner := find_joined_key(cast("Mapping[Any, Any]", value))):
+            return inner
+    return None
+
+
 def open_dicts(sample: Sample) -> dict[str, Any]:
     """Return a sample with the entries of dicts in it under keys of their own, as nested batches have them:
     `box.size` for `{"box": {"size": …}}`."""

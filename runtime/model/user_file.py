@@ -32,7 +32,7 @@ from torch.utils.data import ConcatDataset
 from secc.runtime.errors import UserError
 from secc.runtime.host.hidden_ranks import hidden_ranks
 from secc.runtime.model.counted_stream import CountedStream
-from secc.runtime.model.default_collate import DefaultCollate, drop_values, open_dicts
+from secc.runtime.model.default_collate import DefaultCollate, drop_values, find_joined_key, open_dicts
 from secc.runtime.model.deferred_scalar import unwrap_deferred_scalar
 from secc.runtime.model.flex_attention import prepare_flex_attention
 from secc.runtime.model.function_blocks import add_function_block
@@ -41,6 +41,7 @@ from secc.runtime.model.item_seeds import choose_survey_indices, load_seeded_ite
 from secc.runtime.model.nested_batch import (
     KEY_SEPARATOR,
     argument_of_key,
+    check_batch_key,
     find_growing_lists,
     flatten_batch,
     growing_lists_from_dims,
@@ -393,6 +394,8 @@ class UserModel:
         if sample is not None and self.defines("collate"):
             return sample
         if sample is not None and has_names(sample):
+            if (key := find_joined_key(sample)) is not None:
+                check_batch_key(key, where=self._getitem_source_line() or str(self.path))
             return open_dicts(sample)
         raise UserError(
             f"{self.sample_name(i)} is {describe_type(item)}, not a dict",

@@ -14,7 +14,7 @@ from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
 from secc.report.html_page import report_page
 from secc.runtime.errors import UserError
-from secc.runtime.model.default_collate import DefaultCollate, default_collate
+from secc.runtime.model.default_collate import DefaultCollate, default_collate, find_joined_key
 from secc.runtime.model.user_file import load_model_file
 from secc.runtime.plan.batch_sizes import check_batch_shapes, combine_sizes, pad_batch, read_symbol_sizes
 from secc.runtime.plan.schema import Input, Symbol
@@ -251,3 +251,9 @@ def test_samples_of_a_stream_may_hold_dicts(tmp_path: Path) -> None:
 def test_a_key_in_a_dict_that_plans_cannot_name_is_refused() -> None:
     with pytest.raises(UserError, match="a batch has the key 'a b'"):
         default_collate([{"meta": {"a b": torch.zeros(2)}}], ["meta"])
+
+
+def test_keys_that_could_be_those_of_opened_dicts_are_found() -> None:
+    assert find_joined_key({"box": {"size": 1, "corner": {"x": 2}}, 3: 4}) is None
+    assert find_joined_key({"box.size": 1}) == "box.size"
+    assert find_joined_key({"box": {"corner": {"x.y": 2}}}) == "x.y"
