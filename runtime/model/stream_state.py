@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from secc.runtime.host.tensor_bytes import view_bytes
+
 _DIGESTED_BYTES = 1 << 16  # of each value: all of a smaller one, else its two ends
 _JSON, _TORCH = "json", "torch"
 
@@ -78,8 +80,7 @@ def _digest_tensor(value: torch.Tensor, start: int) -> int:
     start = _crc(f"{value.dtype} {tuple(value.shape)}".encode(), start)
     if value.layout != torch.strided or value.device.type != "cpu" or not value.numel():
         return start
-    flat = value.detach().contiguous().view(-1)
-    return _crc(flat.view(torch.uint8).numpy().data, start)
+    return _crc(view_bytes(value).numpy().data, start)
 
 
 def _crc(data: bytes | bytearray | memoryview, start: int) -> int:

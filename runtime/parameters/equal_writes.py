@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from secc.runtime.errors import UserError
+from secc.runtime.host.tensor_bytes import view_bytes
 
 Exchange = Callable[[Sequence[float]], torch.Tensor]  # each rank's numbers to those of all, [ranks, n]
 _DIGEST_BYTES = 6  # exact in a float64
@@ -68,6 +69,5 @@ def find_unequal_write(
 
 def _digest(tensor: torch.Tensor) -> float:
     """Returns a number that follows from all bytes of a tensor."""
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    digest = hashlib.blake2b(flat.numpy().data, digest_size=_DIGEST_BYTES).digest()
+    digest = hashlib.blake2b(view_bytes(tensor.cpu()).numpy().data, digest_size=_DIGEST_BYTES).digest()
     return float(int.from_bytes(digest, "little"))

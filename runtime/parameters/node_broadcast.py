@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from secc.runtime.host.tensor_bytes import view_bytes
+
 WEIGHT_MESSAGE_BYTES = 1 << 26  # a larger tensor is a message of its own
 
 
@@ -59,7 +61,7 @@ def broadcast_weights(node: NodeRanks, model: nn.Module, held: Mapping[int, Iter
     with torch.no_grad():
         for rank in node.receiver_ranks():
             for tensors in _group_into_messages(_tensors_of_rank(model, held[rank])):
-                dist.send(torch.cat([_as_bytes(t.detach().cpu()) for t in tensors]), rank)
+                dist.send(torch.cat([view_bytes(t.detach().cpu()) for t in tensors]), rank)
 
 
 def receive_weights(node: NodeRanks, model: nn.Module, held: Iterable[str]) -> None:
@@ -92,7 +94,3 @@ def _group_into_messages(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch
             message, size = [], 0
     if size:
         yield message
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from secc.runtime.errors import UserError
+from secc.runtime.host.tensor_bytes import view_bytes
 from secc.runtime.model.module_copies import CopiesWithoutHistory
 from secc.runtime.model.source_lines import forward_source_line
 from secc.runtime.recorder import nested_values
@@ -393,7 +394,7 @@ def _describe_arguments(arguments: Any, sizes: bool = True) -> str:
 
 def hash_values(tensor: torch.Tensor) -> bytes:
     """Return a digest of a tensor's entries."""
-    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
+    return hashlib.sha256(view_bytes(tensor).numpy().data).digest()
 
 
 def tensor_versions(tensors: list[torch.Tensor]) -> list[int]:

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from secc.runtime.host.tensor_bytes import view_bytes
 from secc.runtime.recorder import nested_values
 from secc.runtime.recorder.recording import Recording, is_read_node
 from secc.runtime.recorder.shape_dependencies import inputs_behind
@@ -99,7 +100,7 @@ def _cache_key(batch: Mapping[str, Any], decides: RecordingDependencies) -> byte
     for key, value in sorted(batch.items()):
         digest.update(f"{key} {_describe_value(value, key in decides.shape_inputs)!r};".encode())
         for _, tensor in nested_values.iter_tensors(value) if key in decides.value_inputs else ():
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            digest.update(view_bytes(tensor.cpu()).numpy().data)
     return digest.digest()
 
 

@@ -106,7 +106,7 @@ class KinkWatch(TorchDispatchMode):
     def __enter__(self) -> Self:
         if self._follows_numbers:
             self._inner.enter_context(_ReadingWatch(self))
-            self._inner.enter_context(watched_conversions(self._frames.files))
+            self._inner.enter_context(watched_conversions(self._frames.globals_of_files))
             self._inner.enter_context(watched_array_functions())
         return super().__enter__()
 
@@ -154,7 +154,7 @@ class KinkWatch(TorchDispatchMode):
 
     def _running_frame(self) -> tuple[FrameType | None, bool]:
         """Returns the innermost frame of the user's code, and whether it runs between blocks."""
-        if (frame := self._frames.innermost()) is None:
+        if (frame := self._frames.innermost_frame()) is None:
             return current_user_frame(), True
         is_undivided = self._undivided and self._frames.running_block() in self._undivided
         return None if is_undivided else frame, False
@@ -311,7 +311,7 @@ class KinkSearch:
             self._alone = [sample for sample in self._alone if sequence_length(sample) == longest]
         self._blocks_of = dict[str, set[str]]()
 
-    def watch(self, moves: Mapping[Kink, float] | None = None) -> KinkWatch:
+    def watch_kinks(self, moves: Mapping[Kink, float] | None = None) -> KinkWatch:
         """Returns what moves kinks while it is entered."""
         return KinkWatch(self._model, self._blocks, moves, self._follows_numbers, self._undivided)
 
@@ -338,7 +338,7 @@ class KinkSearch:
             per_sample = (whole - nearest[kink]) / (len(self._samples) - 1)
             if whole * (whole + per_sample * (most_samples - len(self._samples))) > 0:
                 continue
-            yield kink.where, self.watch({kink: (whole + nearest[kink]) / 2})
+            yield kink.where, self.watch_kinks({kink: (whole + nearest[kink]) / 2})
 
     def find_coupling_kink(self) -> CouplingKink | None:
         """Returns a kink at which the plan is not exact; None if there is none."""
@@ -358,7 +358,7 @@ class KinkSearch:
         return None
 
     def _is_exact_with(self, moves: Mapping[Kink, float], undivided: bool = False) -> bool | None:
-        with self.watch(moves):
+        with self.watch_kinks(moves):
             return self._is_exact(len(self._samples) if undivided else 1)
 
     def _find_moves(self, moves: Mapping[Kink, float]) -> dict[Kink, float]:
@@ -389,7 +389,7 @@ class KinkSearch:
         self, moves: Mapping[Kink, float], samples: Sequence[Mapping[str, Any]]
     ) -> dict[Kink, list[_Call]] | None:
         """Returns calls of kinks; None if plain PyTorch fails."""
-        with self.watch(moves) as watch:
+        with self.watch_kinks(moves) as watch:
             try:
                 self._run_eager(samples)
             except NotEnoughMemory:

@@ -29,7 +29,7 @@ class BlockFrames:
         self._codes = {path: function.__code__ for path, function in self._functions.items()}
 
     @property
-    def files(self) -> list[dict[str, Any]]:
+    def globals_of_files(self) -> list[dict[str, Any]]:
         """The globals of the files that hold the blocks' code, without torch's."""
         found = {id(f.__globals__): f.__globals__ for f in self._functions.values()}
         for path in self._names:
@@ -47,7 +47,7 @@ class BlockFrames:
         codes = {frame.f_code for frame in frames}
         return running or next((name for name, code in self._codes.items() if code in codes), "")
 
-    def innermost(self) -> FrameType | None:
+    def innermost_frame(self) -> FrameType | None:
         """Returns the innermost frame of the user's code if it runs in a block."""
         path, frames = running_module_and_frames(self._paths)
         is_inside = f"{path}.".startswith(self._blocks) or any(

@@ -974,7 +974,7 @@ def _refuse_batch_wide_values(
             )
     if (found := search.find_coupling_kink()) is None:
         return
-    with search.watch(found.moves):
+    with search.watch_kinks(found.moves):
         coupling = _find_coupling(compiled, samples)
     message = (
         "this line decides by a value of all samples of a batch, and all compared samples lie on one side of"

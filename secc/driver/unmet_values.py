@@ -37,6 +37,7 @@ from secc.driver.watched_arrays import watched_array, watched_array_functions
 from secc.driver.watched_numbers import Origin, is_watched, watched_conversions, watched_number
 from secc.frontend.capture.capture import CapturedCase
 from secc.frontend.dataset.survey import DatasetSurvey
+from secc.runtime.host.tensor_bytes import view_bytes
 from secc.runtime.model.source_lines import current_user_frame, format_source_line
 
 MOST_TRIES = 32  # forwards of samples with other values
@@ -126,7 +127,7 @@ class ComparisonWatch(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._inner.enter_context(_ReadingWatch(self))
         if self.follows_numbers:
-            self._inner.enter_context(watched_conversions(self._frames.files))
+            self._inner.enter_context(watched_conversions(self._frames.globals_of_files))
             self._inner.enter_context(watched_array_functions())
         return super().__enter__()
 
@@ -157,7 +158,7 @@ class ComparisonWatch(TorchDispatchMode):
         if (
             isinstance(other, bool)
             or not isinstance(other, (int, float))
-            or (frame := self._frames.innermost()) is None
+            or (frame := self._frames.innermost_frame()) is None
         ):
             return
         where = format_source_line(frame.f_code, frame.f_lineno)
@@ -229,7 +230,7 @@ class ComparisonWatch(TorchDispatchMode):
             tensor.requires_grad
             or tensor.is_complex()
             or not values
-            or (frame := self._frames.innermost()) is None
+            or (frame := self._frames.innermost_frame()) is None
         ):
             return
         where = format_source_line(frame.f_code, frame.f_lineno)
@@ -249,7 +250,7 @@ class ComparisonWatch(TorchDispatchMode):
             tensor.requires_grad
             or tensor.is_complex()
             or tensor.dtype is torch.bool
-            or self._frames.innermost() is None
+            or self._frames.innermost_frame() is None
         ):
             return value
         self.reads_numbers |= not tensor.is_floating_point()
@@ -289,9 +290,7 @@ class _ReadingWatch(TorchFunctionMode):
 
 def hash_contents(numbers: torch.Tensor) -> int:
     """Returns what tells the contents of tensors apart."""
-    # A single number can have any stride, also as a contiguous tensor, and bytes are viewed at stride 1 only.
-    flat = numbers.new_empty(numbers.numel()).copy_(numbers.detach().flatten())
-    return hash(flat.view(torch.uint8).numpy(force=True).tobytes())
+    return hash(view_bytes(numbers).numpy(force=True).tobytes())
 
 
 def _numbers_of_code(frame: FrameType, most: int, with_texts: bool = False) -> set[float]:

@@ -61,20 +61,22 @@ class MarkedAnswers(nn.Module):
         rejected_completion_mask: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         width = max(chosen.shape[1], rejected.shape[1])
-        ids = torch.cat([wider(chosen, width), wider(rejected, width)])
-        marks = torch.cat([wider(chosen_completion_mask, width), wider(rejected_completion_mask, width)])
-        found = score(self.policy(ids), ids, marks)
+        ids = torch.cat([pad_to_width(chosen, width), pad_to_width(rejected, width)])
+        marks = torch.cat(
+            [pad_to_width(chosen_completion_mask, width), pad_to_width(rejected_completion_mask, width)]
+        )
+        found = score_answers(self.policy(ids), ids, marks)
         with torch.no_grad():
-            known = score(self.reference(ids), ids, marks)
+            known = score_answers(self.reference(ids), ids, marks)
         better, worse = (BETA * (found - known)).chunk(2)
         return {"loss": -F.logsigmoid(better - worse).mean(), "margin": (better - worse).detach().mean()}
 
 
-def wider(rows: torch.Tensor, width: int) -> torch.Tensor:
+def pad_to_width(rows: torch.Tensor, width: int) -> torch.Tensor:
     return F.pad(rows, (0, width - rows.shape[1]))
 
 
-def score(logits: torch.Tensor, ids: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+def score_answers(logits: torch.Tensor, ids: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
     """The log-probability of each text's marked tokens."""
     picked = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     return (picked * marks[:, 1:]).sum(-1)

@@ -76,7 +76,7 @@ class DatasetSurvey:
         init=False,
         repr=False,
         compare=False,
-    )  # micro-batches that were asked for, whose samples many compare
+    )  # micro-batches that callers asked for: several ask for the same
 
     @property
     def pattern_counts(self) -> Counter[InputPattern]:
