@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from xdsl.ir import Operation, OpResult, SSAValue
 
 from secc.ir.analysis.dataflow import SampleStatistics, find_gradient_values, is_random_op, value_bytes
+from secc.ir.analysis.layers import layers_of_blocks
 from secc.ir.analysis.random_ops import call_site
 from secc.ir.analysis.transferable_values import NotTransferable, whole_layout
 from secc.ir.dialect.ops import CallOp, CaseOp, GlueOp, GraphOp, section_of
@@ -61,13 +62,18 @@ class StageUnits:
             self._forbid_reordered_cuts([number[key] for key, _ in sequence])
         for case in self.graph.cases:
             self._add_crossing_bytes(case)
+        self._leave_out_wide_cuts_in_layers()
 
     @property
     def layers(self) -> list[int]:
-        """The units with layers: numbered members of a module that holds several of them; all units if there
-        are none."""
-        layers = _layer_calls(self.calls)
+        """The units with layers, or with parts of layers; all units if there are none."""
+        layers = self._layer_calls(self.calls)
         return [i for i, key in enumerate(self.calls) if key in layers]
+
+    def _layer_calls(self, calls: Sequence[CallKey]) -> set[CallKey]:
+        """The calls of layers, or of parts of layers; all calls where there are none."""
+        layers = layers_of_blocks(self.graph.blocks[path] for path in {path for path, *_ in calls})
+        return {key for key in calls if key[0] in layers} or set(calls)
 
     def _section_ops(self, case: Operation | None) -> list[Operation]:
         return [op for op in case.ops if section_of(op) == self.section] if isinstance(case, CaseOp) else []
@@ -86,7 +92,7 @@ class StageUnits:
     ) -> list[tuple[CallKey, Operation]]:
         """Returns the calls of a case in order, moving each call that needs no layer to just before its first
         user."""
-        layers = _layer_calls([key for key, _ in called])
+        layers = self._layer_calls([key for key, _ in called])
         # `fixed` become the layers and every call that needs one; these keep their order. The other calls are
         # inserted from last to first, so that a call finds its users in `order` even if they were moved too.
         fixed = {op for key, op in called if key in layers}
@@ -195,6 +201,16 @@ class StageUnits:
             sources = set[SSAValue]().union(*(made_of[v] for v in needed)) - own
             self.cuts[cut] += min(sum(map(bytes_of, needed)), sum(map(bytes_of, sources)))
 
+    def _leave_out_wide_cuts_in_layers(self) -> None:
+        """Leaves out cuts between parts of a layer that more bytes cross than the cut behind the layer, such
+        as those between a norm and the attention, around which the norm's input passes."""
+        layers = layers_of_blocks(self.graph.blocks.values())
+        ends = {layers[path]: unit for unit, (path, *_) in enumerate(self.calls) if path in layers}
+        for cut in [*self.cuts]:
+            end = ends.get(layers.get(self.calls[cut][0], ""), cut)
+            if cut < end and self.cuts[cut] > self.cuts.get(end, self.cuts[cut]):
+                del self.cuts[cut]
+
     def _sources_again(self, case: CaseOp) -> dict[SSAValue, set[SSAValue]]:
         """For each result of a case in this section, the results that stages have to get for it: itself, or
         what glue that can be computed again makes it of."""
@@ -228,14 +244,6 @@ class StageUnits:
                 return str(reason)
             return next((why for o in op.operands if (why := self._reason_stuck(o))), "")
         return ""
-
-
-def _layer_calls(calls: Sequence[CallKey]) -> set[CallKey]:
-    """The calls of layers: numbered members of a module that holds several of them; all calls where there are
-    none."""
-    numbered = {key for key in calls if key[0].rpartition(".")[2].isdecimal()}
-    around = Counter(path.rpartition(".")[0] for path in {path for path, *_ in numbered})
-    return {key for key in numbered if around[key[0].rpartition(".")[0]] > 1} or set(calls)
 
 
 def _is_recomputable(op: Operation) -> bool:

@@ -32,6 +32,7 @@ from secc.driver.python_draws import GeneratorStates, draws_error, naming_draws
 from secc.driver.set_between_steps import refuse_set_values
 from secc.driver.size_branches import find_size_branch
 from secc.driver.start_state import values_of_start
+from secc.driver.taken_back import DIVIDED_LAYERS
 from secc.driver.unmet_values import (
     MOST_TRIES,
     AskedNumber,
@@ -56,7 +57,8 @@ from secc.frontend.dataset.light_samples import count_entries, select_light_samp
 from secc.frontend.dataset.padding_policy import WidthsReason
 from secc.frontend.dataset.survey import BATCH_SAMPLE_COUNTS
 from secc.frontend.tp_search.token_mixing import find_coupled_blocks, find_token_mixing
-from secc.ir.dialect.ops import ParamOp, PlacedRowsOp
+from secc.ir.analysis.layers import is_part_of_layer
+from secc.ir.dialect.ops import ParamOp, PlacedRowsOp, graph_of
 from secc.ir.text_io.verifier import source_line
 from secc.runtime.data.sample_metadata import check_placed_rows, find_placed_rows
 from secc.runtime.host.cpu_threads import limit_threads, restore_threads
@@ -337,17 +339,22 @@ def _other_options(compiled: CompiledPlan, error: UserError) -> Iterator[Compile
     """Yields options for other plans, but for what the user chose: for an inexact plan with all micro-batches
     padded to the widths of the global batch, because the probe of padding can miss lengths that reach the
     loss only sometimes, as with a strided convolution; for a plan that fails at those widths without padding,
-    because forward may compute the one width that fits a sample, as the sum of its durations; then without
-    stages, for which the model was captured by layers."""
+    because forward may compute the one width that fits a sample, as the sum of its durations; then with whole
+    layers in each stage, and without stages, for which the model was captured by layers."""
     options = compiled.options
     inexact = isinstance(error, InexactPlan)
     if options.widths == "auto" and inexact == (compiled.plan.widths == "own"):
         yield dataclasses.replace(options, widths="global" if inexact else "own")
     pinned = {pin.partition("=")[0] for pin in options.set}
     staged = {f"{name}.pp" for name, stages in compiled.plan.pipelines.items() if len(stages) > 1}
+    divides = any(map(is_part_of_layer, graph_of(compiled.module).blocks.values()))
+    if staged and divides and all(record.choice != DIVIDED_LAYERS for record in options.taken_back):
+        whole = TakenBack(DIVIDED_LAYERS, error.message, error.where)
+        yield dataclasses.replace(options, taken_back=(*options.taken_back, whole))
     found = tuple(TakenBack(choice, error.message, error.where) for choice in sorted(staged - pinned))
     if found:
-        yield dataclasses.replace(options, taken_back=(*options.taken_back, *found))
+        others = (record for record in options.taken_back if record.choice != DIVIDED_LAYERS)
+        yield dataclasses.replace(options, taken_back=(*others, *found))
 
 
 def _add_checks(compiled: CompiledPlan, checks: dict[str, object]) -> CompiledPlan:

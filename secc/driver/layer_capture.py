@@ -7,19 +7,19 @@ had.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from xdsl.dialects.builtin import ModuleOp
+from xdsl.dialects.builtin import IntegerAttr, ModuleOp
 
 from secc.alloc.explain import plan_choices as known
 from secc.errors import ImpossibleChoice, UserError
 from secc.frontend.capture.block_selection import ModuleTree
 from secc.frontend.capture.capture import Capture
 from secc.frontend.capture.whole_blocks import blocks_left_whole, holds_layers
-from secc.ir.analysis.dataflow import get_number, get_strings
-from secc.ir.dialect.ops import CallOp, graph_of, section_of, strings_of
+from secc.ir.analysis.dataflow import get_number, get_strings, get_values
+from secc.ir.dialect.ops import CallOp, SectionOp, graph_of, section_of, strings_of
 from secc.ir.text_io.module_text import parse_module
 from secc.passes.sections.merge_sections import add_section_notes
 
@@ -31,7 +31,8 @@ class LayerCapturePlan:
     opened_blocks: module paths to open down to their layers. sections: all sections as `coarsen` takes them
     ("NAME=PATH+PATH"). stage_pins: stages of each section ("NAME.pp=2"). choice_by_block: the choice
     ("NAME.pp") that each opened block serves. all_choices, solver_status: all choices of the first plan and
-    what the solver proved about it. section_notes: how each section was formed.
+    what the solver proved about it. section_notes: how each section was formed. divided_layers: layers to
+    open down to their parts, because stages of equal times would begin inside them.
     """
 
     opened_blocks: tuple[str, ...]
@@ -41,6 +42,7 @@ class LayerCapturePlan:
     all_choices: tuple[str, ...]
     solver_status: tuple[str, ...]
     section_notes: Mapping[str, tuple[str, ...]]
+    divided_layers: tuple[str, ...] = ()
 
     def sections_of_blocks(self, blocks: Collection[str]) -> tuple[str, ...]:
         """Returns the sections without module paths that have no block at or below them. A module that was a
@@ -69,11 +71,13 @@ class LayerCapturePlan:
         return ImpossibleChoice(UserError(message, error.where, "leave pp out for that section"), choices)
 
 
-def plan_layer_capture(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str]) -> LayerCapturePlan:
+def plan_layer_capture(
+    module: ModuleOp, meta: nn.Module, dumps: Mapping[str, str], divides_layers: bool
+) -> LayerCapturePlan:
     """Returns which blocks to open for the stages of an allocated module.
 
     dumps: IR text by pass name. Sections are taken from the dump of `coarsen`, before `sink-boundaries` moved
-    blocks between them.
+    blocks between them. divides_layers: whether layers may be opened, too.
     """
     graph = graph_of(module)
     staged = {s.sym.data for s in graph.sections if (get_number(s, "pp") or 1) > 1}
@@ -87,6 +91,14 @@ def plan_layer_capture(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, st
     stages = tuple(f"{s.sym.data}.pp={get_number(s, 'pp') or 1}" for s in graph.sections)
     notes = {s.sym.data: get_strings(s, "notes") for s in coarse}
     choices = {path: f"{section}.pp" for section, path in calls if path in cut}
+    divided = (
+        path
+        for section in graph.sections
+        if divides_layers and "layers_at_cuts" in section.attributes
+        for path in _layers_at_cuts(
+            section, tree, [p for s, p in calls if s == section.sym.data and p in cut]
+        )
+    )
     return LayerCapturePlan(
         cut,
         sections,
@@ -95,7 +107,19 @@ def plan_layer_capture(module: ModuleOp, meta: nn.Module, dumps: Mapping[str, st
         known.list_plan_choices(graph),
         known.format_solver_status(graph),
         notes,
+        tuple(divided),
     )
+
+
+def _layers_at_cuts(section: SectionOp, tree: ModuleTree, towers: Sequence[str]) -> list[str]:
+    """The layers of a section inside which stages of equal times would begin; none where it does not have one
+    stack."""
+    stacks = [stack for tower in towers for stack in tree.outermost_stacks(tower)]
+    if len(stacks) != 1:
+        return []
+    layers = [path for path, _ in tree.child_modules(stacks[0])]
+    places = [int(i.value.data) for i in get_values(section, "layers_at_cuts", IntegerAttr)]
+    return [layers[i] for i in places if i < len(layers)]
 
 
 def copy_section_notes(staging: LayerCapturePlan, module: ModuleOp) -> bool:

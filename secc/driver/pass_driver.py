@@ -111,6 +111,7 @@ class Planner:
         self._pins, self._taken_back = pins, TakenBackChoices(pins, known)
         self._captured_fallbacks, self._keep_fallbacks = source.capture.has_fallbacks, True
         self.captured_text = print_module(source.make_ir(source.capture))
+        self._divided_layers: tuple[str, ...] = ()  # in the present plan
         self._cuts: SinkBoundaries | None = None  # of the first of the plans that are made in turn
         self._variants: KnownVariants = {}  # of sections, for plans of the same graph with other choices
 
@@ -139,6 +140,9 @@ class Planner:
             try:
                 return self._plan_once()
             except UserError as error:
+                if self._divided_layers:
+                    self._taken_back.take_back_divided_layers(error)
+                    continue
                 if isinstance(error, ImpossibleChoice) and self._taken_back.take_back(error):
                     continue
                 if not self._drop_fallbacks(error):
@@ -175,7 +179,7 @@ class Planner:
     def _plan_once(self) -> PlannedModule:
         """Plans the model without the choices that were taken back."""
         options = {"refused": self._taken_back.choices}
-        self._cuts = None
+        self._cuts, self._divided_layers = None, ()
         first = parse_module(self.captured_text)
         try:
             chosen = whole = self._run_allocation_passes(
@@ -185,10 +189,13 @@ class Planner:
             raise self._taken_back.explain(error) from error
         sought = NO_LAYOUTS
         if (
-            staged := layer_capture.plan_layer_capture(first, self.source.meta, dict(whole.dumps))
+            staged := layer_capture.plan_layer_capture(
+                first, self.source.meta, dict(whole.dumps), self._taken_back.divides_layers
+            )
         ).opened_blocks:
             # Layers of a tower are the same once it is opened. What is sought is wanted last, behind the
             # captured layers' own choices.
+            self._divided_layers = staged.divided_layers
             with (
                 self._blame_partitioning(first),
                 process_map.run_in_background(
@@ -301,7 +308,7 @@ class Planner:
         )
 
     def _capture_layers(self, staged: layer_capture.LayerCapturePlan) -> Capture:
-        """Captures the model with blocks opened down to their layers.
+        """Captures the model with blocks opened down to their layers, and some of these down to their parts.
 
         Raises UserError if a block cannot be opened.
         """
@@ -311,7 +318,7 @@ class Planner:
             source.meta,
             source.survey,
             source.inputs,
-            staged.opened_blocks,
+            (*staged.opened_blocks, *staged.divided_layers),
             before=source.capture,
         )
         layer_capture.check_opened_blocks(staged, captured)

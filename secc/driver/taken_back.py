@@ -14,6 +14,7 @@ from secc.driver.compile_options import TakenBack
 from secc.errors import ImpossibleChoice, UserError
 
 FALLBACK_CASES = "fallback cases"
+DIVIDED_LAYERS = "layers divided between stages"
 
 
 class TakenBackChoices:
@@ -33,7 +34,12 @@ class TakenBackChoices:
     @property
     def choices(self) -> tuple[str, ...]:
         """The choices that `allocate` must not take: NAME.KEY=VALUE, or NAME.KEY for all values above 1."""
-        return tuple(choice for choice in self._by_choice if choice != FALLBACK_CASES)
+        return tuple(choice for choice in self._by_choice if "." in choice)
+
+    @property
+    def divides_layers(self) -> bool:
+        """Whether layers may be captured in parts, to be divided between stages."""
+        return DIVIDED_LAYERS not in self._by_choice
 
     def is_pinned(self, choice: str) -> bool:
         """Whether the user pinned the key of a choice."""
@@ -44,6 +50,8 @@ class TakenBackChoices:
         new: planning again would end with the same error."""
         new = [c for c in sorted(error.choices) if c not in self._by_choice and not self.is_pinned(c)]
         self._by_choice |= {c: TakenBack(c, error.message, error.where) for c in new}
+        if new:  # it was impossible with whole layers, too
+            self._by_choice.pop(DIVIDED_LAYERS, None)
         return bool(new)
 
     def take_back_fallback_cases(self, error: UserError) -> bool:
@@ -55,6 +63,10 @@ class TakenBackChoices:
             FALLBACK_CASES: TakenBack(FALLBACK_CASES, error.message, error.where)
         }
         return True
+
+    def take_back_divided_layers(self, error: UserError) -> None:
+        """Records that the plan divides no layers between stages."""
+        self._by_choice[DIVIDED_LAYERS] = TakenBack(DIVIDED_LAYERS, error.message, error.where)
 
     def explain(self, error: UserError) -> UserError:
         """Returns the error of a model that cannot be allocated, with the choices that were taken back before

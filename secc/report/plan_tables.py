@@ -16,6 +16,7 @@ from secc.report.text_table import (
     blocks_text,
     bytes_text,
     count_text,
+    join_parts_of_layers,
     ranks_text,
     seconds_text,
 )
@@ -294,12 +295,15 @@ def _ranks_table(plan: Plan) -> TextTable:
 
 
 def _blocks_table(plan: Plan) -> TextTable:
-    rows = tuple((s.name, blocks_text(s.blocks)) for s in plan.user_sections if s.blocks)
+    rows = tuple(
+        (s.name, blocks_text(join_parts_of_layers(s.blocks))) for s in plan.user_sections if s.blocks
+    )
     return TextTable("Blocks", ("section", "blocks"), rows, "Modules that a section calls as a whole.")
 
 
 def _stages_table(plan: Plan) -> TextTable:
     def row(s: Section) -> tuple[str, ...]:
+        others = [path for other in plan.sections if other is not s for path in other.blocks]
         in_flight = "any" if s.mode == "forward" or not s.in_flight else str(s.in_flight)
         return (
             s.name,
@@ -308,7 +312,7 @@ def _stages_table(plan: Plan) -> TextTable:
             weights_text(plan, s),
             f"{s.memory_gib:.3g}",
             in_flight,
-            blocks_text(s.blocks),
+            blocks_text(join_parts_of_layers(s.blocks, others)),
         )
 
     columns = ("stage", "mode", "ranks", "weights", "GiB per rank", "in flight", "blocks")

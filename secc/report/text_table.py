@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,21 @@ def blocks_text(paths: Sequence[str]) -> str:
             for head, first, last in spans
         ]
     )
+
+
+def join_parts_of_layers(paths: Sequence[str], others: Sequence[str] = ()) -> list[str]:
+    """Module paths with a layer in place of its parts (`layers.3` for `layers.3.attention` and
+    `layers.3.mlp`), unless `others` have parts of it, too."""
+
+    def layer_of(path: str) -> str:
+        around = path.rpartition(".")[0]
+        numbered = around.rpartition(".")[2].isdecimal() and not path.rpartition(".")[2].isdecimal()
+        return around if numbered else ""
+
+    parts = Counter(map(layer_of, paths))
+    divided = {layer_of(path) for path in others} | {""}
+    whole = {layer for layer, count in parts.items() if count > 1} - divided
+    return [*dict.fromkeys(layer_of(path) if layer_of(path) in whole else path for path in paths)]
 
 
 def paths_text(paths: Sequence[str]) -> str:

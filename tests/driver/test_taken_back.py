@@ -16,7 +16,7 @@ from secc.cost.model.memory import RankMemory
 from secc.driver import exactness_check, pass_driver
 from secc.driver.compile import CompiledPlan, compile_model
 from secc.driver.compile_options import CompileOptions, TakenBack
-from secc.driver.taken_back import FALLBACK_CASES, TakenBackChoices
+from secc.driver.taken_back import DIVIDED_LAYERS, FALLBACK_CASES, TakenBackChoices
 from secc.errors import ImpossibleChoice, UserError
 from secc.frontend.capture.capture import Capture
 from secc.ir.analysis.dataflow import get_number
@@ -139,6 +139,49 @@ def test_fallback_cases_of_a_capture_by_layers_are_left_out_before_pinned_stages
     compiled = compile_on_slow_links(tmp_path, set=("model.pp=2",))
     assert stages(compiled) == 2
     assert [r["choice"] for r in compiled.plan.checks["taken_back"]] == [FALLBACK_CASES]
+
+
+def compile_three_layers(folder: Path) -> CompiledPlan:
+    """A plan in two stages, which would be even with a layer and a half in each."""
+    model = folder / "three_layers.py"
+    model.write_text(MODEL.read_text().replace("LAYERS = 32, 64, 4", "LAYERS = 32, 64, 3"))
+    pins = ("model.pp=2",)
+    return compile_model(model, CompileOptions(cluster="local:2", global_batch=12, fuse=False, set=pins))
+
+
+def blocks_of_middle_layer(compiled: CompiledPlan) -> list[str]:
+    return [b for s in compiled.plan.sections for b in s.blocks if b.startswith("body.layers.1")]
+
+
+def assert_only_divided_layers_are_taken_back(compiled: CompiledPlan) -> None:
+    assert stages(compiled) == 2 and blocks_of_middle_layer(compiled) == ["body.layers.1"]
+    assert [r["choice"] for r in compiled.plan.checks["taken_back"]] == [DIVIDED_LAYERS]
+
+
+def test_divided_layers_are_taken_back_before_the_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [f"body.layers.1.{part}" for part in ("norm", "up", "down")]
+    assert blocks_of_middle_layer(compile_three_layers(tmp_path)) == parts
+    fail_ir_of_layers(monkeypatch, lambda found: "body.layers.1.up" in found.blocks)
+    assert_only_divided_layers_are_taken_back(compile_three_layers(tmp_path))
+
+
+def test_divided_layers_that_are_not_exact_are_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = exactness_check.compare_patterns
+
+    def differ_with_parts(compiled: CompiledPlan, model: Any) -> list[exactness_check.PatternCheck]:
+        wrong = ResultDifference(loss=7.0, gradient=0.0, worst="head.weight")
+        found = check(compiled, model)
+        if len(blocks_of_middle_layer(compiled)) == 1:
+            return found
+        return [replace(f, comparison=replace(f.comparison, difference=wrong)) for f in found]
+
+    monkeypatch.setattr(exactness_check, "compare_patterns", differ_with_parts)
+    checked = exactness_check.check_exactness(compile_three_layers(tmp_path))
+    assert_only_divided_layers_are_taken_back(checked)
 
 
 def test_stages_that_are_not_exact_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,16 @@ def _deep_llama() -> nn.Module:
     return T.LlamaForCausalLM(T.LlamaConfig(**TEXT | deep))
 
 
+def _odd_llama() -> nn.Module:
+    """Three layers, so that two even stages would begin inside the second one."""
+    return T.LlamaForCausalLM(T.LlamaConfig(**TEXT | {"num_hidden_layers": 3}))
+
+
+def _odd_mixture() -> nn.Module:
+    sizes: dict[str, Any] = {"num_hidden_layers": 3, "moe_intermediate_size": 24, "num_experts": 4}
+    return T.Qwen3MoeForCausalLM(T.Qwen3MoeConfig(**TEXT | sizes, head_dim=12, num_experts_per_tok=2))
+
+
 def _llama_of_heads() -> nn.Module:
     """Eight heads of queries on four of keys and values, which four ranks can divide."""
     heads: dict[str, Any] = {"num_attention_heads": 2 * HEADS, "num_key_value_heads": HEADS}
@@ -161,6 +171,8 @@ DECODERS = {
     for e in (
         Entry("llama", "decoders", _llama, text_only),
         Entry("llama_deep", "decoders", _deep_llama, text_only),
+        Entry("llama_odd", "decoders", _odd_llama, text_only),
+        Entry("mixture_odd", "decoders", _odd_mixture, text_only),
         Entry("llama_short", "decoders", _llama, _short),
         Entry("llama_tail", "decoders", _llama, _tail),
         Entry("llama_tail_left", "decoders", _llama, _tail, _pad_left),

@@ -87,10 +87,10 @@ class _CachingPlanner(Planner):
         self._cache = layered
 
     def _capture_layers(self, staged: LayerCapturePlan) -> Capture:
-        known = self._cache.capture_by_blocks
-        if staged.opened_blocks not in known:
-            known[staged.opened_blocks] = super()._capture_layers(staged)
-        return known[staged.opened_blocks]
+        known, opened = self._cache.capture_by_blocks, (*staged.opened_blocks, *staged.divided_layers)
+        if opened not in known:
+            known[opened] = super()._capture_layers(staged)
+        return known[opened]
 
 
 def replan(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from xdsl.dialects.builtin import ModuleOp
 
 from secc import pass_pipeline
+from secc.alloc.problem.stackable_layers import count_stackable_layers
+from secc.cost.model.section_cost import section_cost
 from secc.ir.dialect.ops import graph_of, strings_of
 from secc.ir.text_io import module_text
 from secc.passes.boundaries.stage_cuts import StageUnits
@@ -68,3 +70,63 @@ def test_a_stage_holds_no_embedding_alone_where_layers_can_be_even() -> None:
     pass_pipeline.run_passes(module, pass_pipeline.parse_pipeline("split-stages"))
     held = [strings_of(s.blocks) for s in graph_of(module).sections if s.sym.data.startswith("lm")]
     assert [sum(b.startswith("layers") for b in blocks) for blocks in held] == [2, 2, 2, 0]
+
+
+PARTS = """
+  sec.section "lm" mode "train" when [] blocks ["layers.0", "layers.1.norm", "layers.1.mix", "layers.1.feed",
+    "layers.2"]
+    {dp = 1 : i64, pp = 2 : i64, ranks = [0 : i64, 1 : i64], micro_batch = 1 : i64, recompute = "none",
+     sharding = "none"}
+  sec.case "all" when [] {
+    %x = sec.input "x" : !sec.tensor<[B, 8], f32>
+    %0 = sec.call "layers.0" (%x) args "$0" outs [""] in @lm {flops = "9000000000*B" LAYER
+    %n = sec.call "layers.1.norm" (%0) args "$0" outs [""] in @lm {flops = "1000*B" LAYER
+    %m = sec.call "layers.1.mix" (%n) args "$0" outs [""] in @lm {flops = "4000000000*B" LAYER
+    %1 = sec.glue "aten.add.Tensor" (%0, %m) args "$0, $1" in @lm : TENSOR
+    %f = sec.call "layers.1.feed" (%1) args "$0" outs [""] in @lm {flops = "5000000000*B" LAYER
+    %2 = sec.glue "aten.add.Tensor" (%1, %f) args "$0, $1" in @lm : TENSOR
+    %3 = sec.call "layers.2" (%2) args "$0" outs [""] in @lm {flops = "8000000000*B" LAYER
+    %l = sec.glue "aten.sum.default" (%3) args "$0" in @lm : !sec.tensor<[], f32, grad>
+    sec.term "loss" (%l) in @lm
+    sec.return constant "0.0"
+  }
+}
+"""
+
+
+def make_module_with_parts() -> ModuleOp:
+    """Three layers; the second one, in parts, adds what its mixer and its feed-forward network return to
+    what enters them."""
+    head = HEAD.partition("  sec.block")[0]
+    of_layer = {f"layers.1.{part}": f'{{part_of_layer = "layers.1"{largest}}}' for part, largest in [
+        ("norm", ""), ("mix", ""), ("feed", ", largest_part")
+    ]}  # fmt: skip
+    blocks = "".join(
+        f'  sec.block "{path}" class "Part" params 4000 trainable 4000 component "" layers 3 when []'
+        f" {of_layer.get(path, '')}\n"
+        for path in ("layers.0", *of_layer, "layers.2")
+    )
+    tensor = "!sec.tensor<[B, 8], f32, grad>"
+    calls = PARTS.replace("LAYER", f", layers = 1 : i64}} : {tensor}").replace("TENSOR", tensor)
+    return module_text.parse_module(head + blocks + calls)
+
+
+def test_a_layer_in_parts_is_cut_where_no_more_crosses_than_at_its_end() -> None:
+    units = StageUnits(graph_of(make_module_with_parts()), "lm")
+    where = {units.calls[cut][0]: size for cut, size in units.cuts.items()}
+    assert where == dict.fromkeys(["layers.0", "layers.1.mix", "layers.1.feed"], 2 * 8 * 4)
+
+
+def test_stages_are_even_where_a_layer_can_be_divided() -> None:
+    module = make_module_with_parts()
+    pass_pipeline.run_passes(module, pass_pipeline.parse_pipeline("split-stages"))
+    held = [strings_of(s.blocks) for s in graph_of(module).sections]
+    assert held == [("layers.0", "layers.1.norm", "layers.1.mix"), ("layers.1.feed", "layers.2")]
+
+
+def test_a_layer_in_parts_counts_once() -> None:
+    graph = graph_of(make_module_with_parts())
+    section = graph.sections[0]
+    cost = section_cost(graph, section)
+    assert (cost.layers, count_stackable_layers(graph, section, cost.layers)) == (3, 3)
+    assert cost.outside_layers_bytes == 0 and cost.largest_layer_bytes == 3 * 4000 * 4

@@ -6,7 +6,7 @@ import pytest
 
 from secc.cli import console
 from secc.report import tensor_parallel_rows
-from secc.report.text_table import TextTable, blocks_text, paths_text
+from secc.report.text_table import TextTable, blocks_text, join_parts_of_layers, paths_text
 from secc.runtime.plan.schema import PLAN_VERSION, Mesh, ModelRef, ModuleStyle, Plan, Section
 
 
@@ -14,6 +14,13 @@ def test_consecutive_layers_are_a_range() -> None:
     paths = ["m.embed", *(f"m.layers.{i}" for i in (0, 1, 2, 4)), "m.2", "head"]
     assert blocks_text(paths) == "m.embed, m.layers.0-2, m.layers.4, m.2, head"
     assert blocks_text(["a.1", "b.2"]) == "a.1, b.2" and blocks_text([]) == ""
+
+
+def test_parts_of_a_layer_are_the_layer_unless_another_stage_has_some() -> None:
+    parts = ["m.layers.3.norm", "m.layers.3.mix"]
+    assert join_parts_of_layers(["m.layers.2", *parts, "head"]) == ["m.layers.2", "m.layers.3", "head"]
+    assert join_parts_of_layers(parts, others=["m.layers.3.feed"]) == parts
+    assert join_parts_of_layers(["m.towers.0.line", "m.layers.0.1"]) == ["m.towers.0.line", "m.layers.0.1"]
 
 
 @pytest.mark.parametrize(

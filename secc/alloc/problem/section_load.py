@@ -154,6 +154,10 @@ class SectionLoad:
             self.pass_end_shares,
         )
 
+    def layers_at_even_cuts(self, stages: int) -> list[int]:
+        """Positions of the layers inside which so many stages of equal times would begin."""
+        return tp_pp_scaling.layers_at_even_cuts(self.cost.layers, stages, self.end_shares)
+
     def share_of_stage(self, shape: ReplicaShape, stage: int) -> RankShare | None:
         """What the ranks of a stage have of the section; None for the only stage."""
         if shape.stages == 1:

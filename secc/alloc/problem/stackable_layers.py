@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from secc.cost.model.section_cost import ops_in_section
 from secc.ir.analysis.dataflow import get_number
+from secc.ir.analysis.layers import counts_as_layer, layers_of_blocks
 from secc.ir.dialect.ops import CallOp, GraphOp, SectionOp, strings_of
 
 
@@ -45,19 +46,14 @@ def _calls_by_case(graph: GraphOp, section: SectionOp) -> Iterator[list[CallOp]]
 
 def _find_layer_calls(graph: GraphOp, calls: Sequence[CallOp]) -> list[tuple[str, int]]:
     """The calls that run layers, as (block path, number of layers): of stacks, and of numbered blocks that
-    have numbered siblings."""
-    paths = {op.target.data for op in calls}
-    numbered_siblings = Counter(
-        path.rpartition(".")[0] for path in paths if path.rpartition(".")[2].isdecimal()
-    )
-    layers = {
-        path
-        for path in paths
-        if path.rpartition(".")[2].isdecimal() and numbered_siblings[path.rpartition(".")[0]] > 1
-    }
-    open_stacks, found = {graph.blocks[path].component for path in layers}, list[tuple[str, int]]()
+    have numbered siblings, or the largest parts of such layers."""
+    called = {op.target.data: graph.blocks[op.target.data] for op in calls}
+    layers = layers_of_blocks(called.values())
+    open_stacks, found = {called[path].component for path in layers}, list[tuple[str, int]]()
     for op in calls:
-        path, block, runs = op.target.data, graph.blocks[op.target.data], int(get_number(op, "layers") or 1)
+        path, block, runs = op.target.data, called[op.target.data], int(get_number(op, "layers") or 1)
+        if not counts_as_layer(block):
+            continue
         if "flops" not in op.attributes and block.component not in open_stacks and block.layers is not None:
             runs = block.layers.data  # not measured: it may hold its component's whole stack
         if runs > 1 or path in layers:

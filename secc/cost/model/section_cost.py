@@ -38,9 +38,11 @@ from secc.cost.model.recompute_cost import (
     selectively_recomputed_blocks,
 )
 from secc.ir.analysis.dataflow import evaluate_at_means, get_string, size_estimates, value_bytes
+from secc.ir.analysis.layers import counts_as_layer, is_part_of_layer
 from secc.ir.analysis.vocab_sharding import VocabSpread, find_sharded_heads
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import (
+    PART_OF_LAYER_ATTRIBUTE,
     BlockOp,
     CallOp,
     CaseOp,
@@ -458,9 +460,18 @@ def _array_attribute(op: Operation, key: str) -> Iterable[Any]:
 
 def _runs_layers(op: Operation, blocks: Mapping[str, BlockOp]) -> bool:
     """Whether an operation calls a stack of layers, or a part of one."""
-    return isinstance(op, CallOp) and bool(
-        integer_attribute(op, "layers", call_cost(op, blocks[op.target.data]).units)
-    )
+    if not isinstance(op, CallOp):
+        return False
+    block = blocks[op.target.data]
+    return _layers_in_call(op, block, call_cost(op, block)) is not None
+
+
+def _layers_in_call(call: CallOp, block: BlockOp, cost: CallCost) -> int | None:
+    """The number of layers that a call runs, None for a call outside of layers. Of a layer in several blocks
+    the largest one counts as the layer, the others as none."""
+    if is_part_of_layer(block):
+        return int(counts_as_layer(block))
+    return integer_attribute(call, "layers", cost.units) or None
 
 
 def _ops_outside_layers(
@@ -615,9 +626,9 @@ def _add_call(call: CallOp, cost: CallCost, block: BlockOp, sums: _CostAccumulat
             if slowness.is_Rational:
                 params = integer_attribute(block, "expert_params", 0)
                 sums.expert_row_work += int(2 * params * slowness)
-    if layers := integer_attribute(call, "layers", cost.units):
+    if (layers := _layers_in_call(call, block, cost)) is not None:
         sums.layers += layers
-        entering = cost.kept if cost.kept != 0 else layers * result_bytes
+        entering = cost.kept if cost.kept != 0 else max(1, layers) * result_bytes
         sums.layer_input_bytes[size_expr.format_expr(entering)] += 1
         sums.exchanged_bytes[size_expr.format_expr(cost.exchanged)] += 1
         sums.query_bytes[size_expr.format_expr(cost.queries)] += 1
@@ -637,7 +648,7 @@ def _add_call(call: CallOp, cost: CallCost, block: BlockOp, sums: _CostAccumulat
             routed = cost.routed_work * sympy.Rational(ratio.numerator, ratio.denominator)
             sums.routed_backward_work[size_expr.format_expr(routed)] += 1
         sums.saved[size_expr.format_expr(cost.saved)] += 1
-        if not layers:
+        if layers is None:
             sums.outside_saved[size_expr.format_expr(cost.saved)] += 1
         sums.recompute.add_call(cost, recomputed)
 
@@ -785,11 +796,12 @@ def _layer_bytes(graph: GraphOp, calls: list[CallOp], param_bytes: int) -> tuple
         count = integer_attribute(call, "layers", integer_attribute(call, "units", 0))
         if count and path not in out_of_order:
             layers[path] = count
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()  # by layer, or by block with several layers
     for path in layers:
         separate = _outermost_paths(p for p in called if p.startswith(f"{path}."))
-        sizes[path] = _block_bytes(blocks[path]) - sum(_block_bytes(blocks[p]) for p in separate)
-    largest_layer = max((-(-size // layers[path]) for path, size in sizes.items()), default=0)
+        own = _block_bytes(blocks[path]) - sum(_block_bytes(blocks[p]) for p in separate)
+        sizes[get_string(blocks[path], PART_OF_LAYER_ATTRIBUTE) or path] += own
+    largest_layer = max((-(-size // layers.get(path, 1)) for path, size in sizes.items()), default=0)
     return largest_layer, max(0, param_bytes - sum(sizes.values()))
 
 

@@ -212,6 +212,9 @@ class StageShares:
 
 _ALL = (Fraction(1),)
 WHOLE_SECTION = StageShares(Fraction(1), _ALL, Fraction(1), _ALL, _ALL, _ALL)
+# By this share of a mean stage a longest one may take more before layers are divided.
+UNEVEN_SHARE = Fraction(1, 50)
+LAYER_EDGE = Fraction(1, 10)  # of a layer: stages that would begin there begin with a whole layer
 StageEnds = tuple[Fraction, Fraction]  # fractions of a time that pass before and behind a section's layers
 NO_ENDS = Fraction(0), Fraction(0)
 
@@ -255,6 +258,21 @@ def stage_shares(
     parts = tuple(Fraction(max(1, n), layers) for n in held)
     forwards, backwards = (_times_of_stages(held, own) for own in pass_ends or (ends, ends))
     return StageShares(Fraction(most, layers), times, longest, parts, forwards, backwards)
+
+
+def layers_at_even_cuts(layers: int, stages: int, ends: StageEnds) -> list[int]:
+    """Positions of the layers, of so many equal ones, well inside which stages of equal times would begin;
+    `ends` as for `stage_shares`. Empty where whole layers make the longest stage hardly longer than a mean
+    one."""
+    if layers < 2 or stages * stage_shares(layers, stages, ends).longest <= 1 + UNEVEN_SHARE:
+        return []
+    one_layer = (1 - ends[0] - ends[1]) / layers
+    places = [(Fraction(stage, stages) - ends[0]) / one_layer for stage in range(1, stages)]
+    return [
+        int(place)
+        for place in places
+        if 0 < place < layers and LAYER_EDGE <= place - int(place) <= 1 - LAYER_EDGE
+    ]
 
 
 def _times_of_stages(held: Sequence[int], ends: StageEnds) -> tuple[Fraction, ...]:

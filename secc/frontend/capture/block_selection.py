@@ -72,10 +72,10 @@ def select_blocks(
     """Selects blocks by how `model(**batch)` calls its modules; one batch for each pattern is enough, and
     nothing is computed.
 
-    cut: components that are split into their layers as blocks. named: blocks that the user chose; the rules
-    apply to all other modules. recorder: a recorder of the model, left with other blocks than it had. seen:
-    module calls of an earlier selection. Raises UserError for a path that the model does not have, and for a
-    forward that cannot be recorded.
+    cut: components that are split into their layers as blocks, and layers that are split into their parts.
+    named: blocks that the user chose; the rules apply to all other modules. recorder: a recorder of the
+    model, left with other blocks than it had. seen: module calls of an earlier selection. Raises UserError
+    for a path that the model does not have, and for a forward that cannot be recorded.
     """
     tree = ModuleTree(model)
     tree.check_paths([*cut, *named])
@@ -128,6 +128,21 @@ class ModuleTree:
     def stack_layers(self) -> list[str]:
         """Returns the layers of all outermost stacks."""
         return [path for stack in self.outermost_stacks("") for path, _ in self.child_modules(stack)]
+
+    def layer_around(self, path: str) -> str:
+        """Returns the layer of an outermost stack that a module is a part of; "" if there is none."""
+        return next((layer for layer in self.stack_layers() if path.startswith(f"{layer}.")), "")
+
+    def parts_of_layer(self, path: str) -> list[str]:
+        """Returns the largest modules with parameters inside a layer that it calls, as far as its tree shows
+        them: its children, and members of lists among these. The layer itself where it has one such part."""
+        inside = [p for child, m in self.child_modules(path) for p in self._called_parts(child, m)]
+        return inside if len(inside) > 1 else [path]
+
+    def _called_parts(self, path: str, module: nn.Module) -> list[str]:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return [p for child, m in self.child_modules(path) for p in self._called_parts(child, m)]
+        return [path] if next(module.parameters(), None) is not None else []
 
     def stack_depth(self, path: str) -> int:
         """Returns the number of layers in the longest stack of a module; 0 if it has none."""
@@ -184,7 +199,7 @@ class ModuleTree:
         for child, _ in self.child_modules(path):
             layer = path in self.outermost_stacks(path) and child in seen and path not in named
             if layer and not any(n.startswith(f"{child}.") for n in named):
-                selected.append(child)
+                selected += self.parts_of_layer(child) if child in cut else [child]
             else:
                 self._collect_blocks(child, seen, _opened_below(cut, path, child, self), named, selected)
 

@@ -71,7 +71,8 @@ _IDLE_AUTOCAST_NOTE = (
 @dataclass(frozen=True)
 class CapturedBlock:
     """One of the user's modules that is called as it is. `layer_count` counts the layers of its
-    component's stack; a block `outside_stack`, such as a head, has none of them."""
+    component's stack; a block `outside_stack`, such as a head, has none of them. `layer` is the layer that
+    it is a part of, "" for other blocks."""
 
     path: str
     class_name: str
@@ -82,6 +83,7 @@ class CapturedBlock:
     component: str
     layer_count: int
     outside_stack: bool = False
+    layer: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ def capture_model(
     """Captures `model` (on the meta device or with weights) for every pattern that the survey's samples
     can form.
 
-    cut: components that are split into their layers as blocks. blocks: modules that the user wants as blocks.
+    cut: components that are split into their layers as blocks, and layers that are split into their parts.
+    blocks: modules that the user wants as blocks.
     before: an earlier capture of the model with the same samples, and with blocks of the user's. tries: of
     captures with other samples.
     Raises UserError, with file:line and remedy, for what cannot be captured.
@@ -544,6 +547,7 @@ def _describe_block(tree: ModuleTree, path: str, call: fx.Node) -> CapturedBlock
         around,
         tree.stack_depth(around),
         tree.stack_depth(around) > 0 and not tree.is_part_of_stack(path, around),
+        tree.layer_around(path),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -21,7 +21,9 @@ from secc.frontend.dataset.statistics import pattern_means
 from secc.ir.analysis import random_ops, recorded_glue, sample_sizes
 from secc.ir.dialect import argument_template, size_expr
 from secc.ir.dialect.ops import (
+    LARGEST_PART_ATTRIBUTE,
     OUTSIDE_STACK_ATTRIBUTE,
+    PART_OF_LAYER_ATTRIBUTE,
     BlockOp,
     CallOp,
     CaseOp,
@@ -65,7 +67,11 @@ def capture_to_ir(capture: Capture) -> ModuleOp:
     ops += _data_symbol_ops(capture.cases)
     ops += [_key_op(i) for i in inputs.inputs]
     ops += _pattern_ops(capture)
-    ops += [_block_op(b, [h for h in capture.hazards if h.path == b.path]) for b in capture.blocks.values()]
+    largest = _largest_parts(capture.blocks.values())
+    ops += [
+        _block_op(b, [h for h in capture.hazards if h.path == b.path], b.path in largest)
+        for b in capture.blocks.values()
+    ]
     ops += [TieOp.create(properties={"names": strings_attr(names)}) for names in capture.ties]
     call_sites = _blocks_with_call_sites(capture)
     ops += [_CaseImporter(case, capture, call_sites).build_case_op() for case in capture.cases]
@@ -177,7 +183,16 @@ def _pattern_ops(capture: Capture) -> list[Operation]:
     return pattern_ops
 
 
-def _block_op(block: CapturedBlock, hazards: list[Hazard]) -> BlockOp:
+def _largest_parts(blocks: Iterable[CapturedBlock]) -> set[str]:
+    """Returns the block with most parameters of each layer that was captured in several blocks."""
+    largest: dict[str, CapturedBlock] = {}
+    for block in blocks:
+        if block.layer and block.parameter_count > getattr(largest.get(block.layer), "parameter_count", -1):
+            largest[block.layer] = block
+    return {block.path for block in largest.values()}
+
+
+def _block_op(block: CapturedBlock, hazards: list[Hazard], is_largest_part: bool) -> BlockOp:
     properties: dict[str, Attribute] = {
         "path": StringAttr(block.path),
         "cls": StringAttr(block.class_name),
@@ -194,8 +209,12 @@ def _block_op(block: CapturedBlock, hazards: list[Hazard]) -> BlockOp:
         properties["couples"] = CouplingAttr.of(worst.kind, worst.op, worst.where)
     if remembered := next((h for h in hazards if h.kind == "remembered"), None):
         properties["remembers"] = StringAttr(remembered.where)
-    outside = {OUTSIDE_STACK_ATTRIBUTE: UnitAttr()} if block.outside_stack else {}
-    return BlockOp.create(properties=properties, attributes=outside)
+    attributes: dict[str, Attribute] = {OUTSIDE_STACK_ATTRIBUTE: UnitAttr()} if block.outside_stack else {}
+    if block.layer:
+        attributes[PART_OF_LAYER_ATTRIBUTE] = StringAttr(block.layer)
+    if is_largest_part:
+        attributes[LARGEST_PART_ATTRIBUTE] = UnitAttr()
+    return BlockOp.create(properties=properties, attributes=attributes)
 
 
 class _CaseImporter:

@@ -158,6 +158,8 @@ class KeyOp(LineOp):
 
 # Of a block that lies outside of its component's stack of layers, such as a head.
 OUTSIDE_STACK_ATTRIBUTE = "outside_stack"
+# Of a block that is a part of a layer of a stack: the layer's path; and of its largest part.
+PART_OF_LAYER_ATTRIBUTE, LARGEST_PART_ATTRIBUTE = "part_of_layer", "largest_part"
 # Of a block that cannot be opened down to its layers: the reason.
 WHOLE_ATTRIBUTE = "whole"
 

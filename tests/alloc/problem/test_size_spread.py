@@ -7,6 +7,8 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from secc.alloc.problem.build_problem import build_problem
 from secc.alloc.problem.candidates import price_candidate
@@ -19,7 +21,13 @@ from secc.alloc.problem.types import ReplicaShape
 from secc.alloc.problem.workload import Workload
 from secc.alloc.refine.schedule_evaluation import PlanEvaluator
 from secc.alloc.solver.cpsat_model import solve_allocation
-from secc.cost.model.tp_pp_scaling import PARAMETER_COUNTS, StageShares, stage_shares
+from secc.cost.model.tp_pp_scaling import (
+    NO_ENDS,
+    PARAMETER_COUNTS,
+    StageShares,
+    layers_at_even_cuts,
+    stage_shares,
+)
 from secc.runtime.parameters.bucket_limits import BUCKET_BYTES
 from secc.runtime.plan.expr_eval import evaluate_expr
 from secc.runtime.schedule.load_balance import assign_in_rounds
@@ -132,6 +140,25 @@ def test_heads_make_the_last_stage_longer_and_give_its_layers_to_others() -> Non
     assert (some.layers, some.times) == (Fraction(5, 8), (Fraction(1, 2), Fraction(1, 2)))
     assert heavy.sum_over(250) == 1000
     assert stage_shares(8, 1, (Fraction(0), Fraction(1, 5))).longest == 1
+
+
+def test_layers_at_cuts_are_those_in_which_even_stages_would_begin() -> None:
+    assert layers_at_even_cuts(48, 16, NO_ENDS) == []
+    assert layers_at_even_cuts(3, 2, NO_ENDS) == [1]
+    assert layers_at_even_cuts(10, 4, NO_ENDS) == [2, 7]  # cuts after 2.5, 5 and 7.5 layers
+    # 11 layers' time in three stages; the last cut would be in the head.
+    assert layers_at_even_cuts(7, 3, (Fraction(0), Fraction(4, 11))) == [3]
+
+
+@given(st.integers(2, 60), st.integers(2, 8), st.integers(0, 300), st.integers(0, 300))
+def test_layers_at_cuts_hold_the_ends_of_even_stages(layers: int, stages: int, first: int, last: int) -> None:
+    ends = Fraction(first, 1000), Fraction(last, 1000)
+    one = (1 - sum(ends)) / layers
+    found = layers_at_even_cuts(layers, stages, ends)
+    cuts = [Fraction(i, stages) for i in range(1, stages)]
+    assert all(any(ends[0] + i * one < cut < ends[0] + (i + 1) * one for cut in cuts) for i in found)
+    if stages * stage_shares(layers, stages, ends).longest <= Fraction(51, 50):
+        assert not found
 
 
 def test_only_as_many_stages_have_a_layer_more_as_there_are_layers_over() -> None:

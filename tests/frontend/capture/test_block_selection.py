@@ -151,6 +151,26 @@ def test_an_opened_component_has_its_layers_as_blocks() -> None:
     ]
 
 
+def test_an_opened_layer_has_its_parts_as_blocks() -> None:
+    layer = "first.tower.layers.1"
+    found = chosen(Pair(Wrapped(), Stack()), cut={"first", layer})
+    assert found[1:5] == [
+        "first.tower.layers.0",
+        f"{layer}.line",
+        f"{layer}.norm",
+        "first.tower.layers.2",
+    ]
+
+
+def test_parts_of_a_layer_are_the_largest_modules_with_weights_that_it_may_call() -> None:
+    encoder = transformers.T5EncoderModel(transformers.T5Config(num_layers=2, d_model=8, d_ff=8, d_kv=4))
+    tree = ModuleTree(encoder)
+    parts = [f"encoder.block.1.layer.{i}" for i in range(2)]
+    assert tree.parts_of_layer("encoder.block.1") == parts
+    assert {tree.layer_around(part) for part in parts} == {"encoder.block.1"}
+    assert tree.parts_of_layer(f"{parts[0]}.dropout") == [f"{parts[0]}.dropout"]
+
+
 def test_the_user_may_name_blocks() -> None:
     model = Pair(Wrapped(), Language().eval())
     assert chosen(model, named=["second"]) == ["first", "second"]
