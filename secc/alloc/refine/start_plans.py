@@ -17,7 +17,8 @@ What closed forms misjudge differs from kind to kind, so these plans may be bett
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import TypeVar
@@ -27,13 +28,15 @@ from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.types import Assignment, Candidate, Problem, exclude_candidates
 from secc.alloc.solver import subproblem
 from secc.alloc.solver.allocation_solver import solve_allocation
-from secc.process_map import map_in_processes, run_in_background
+from secc.process_map import process_mapper, run_in_background
 
 VariantT = TypeVar("VariantT")
+ReplicaLayout = tuple[int, int, int, int]  # tp, pp, cp, ep
 
 MAX_START_RATIO = 2  # times the best plan's step by closed forms: what takes longer by them is no start
 MAX_KIND_RATIO = 1.3  # the same for plans of other kinds of mixtures, and with dealt samples
 MOST_DEALT_STARTS = 4  # with dealt samples, apart and on the same devices each
+LAYOUTS_AT_ONCE = 4  # with dealt samples, are solved before their plans bound the others
 
 
 def start_plans(problem: Problem, best: Assignment, margin: float) -> list[Assignment]:
@@ -79,7 +82,8 @@ def plans_of_kinds(problem: Problem, best: Assignment, margin: float) -> list[As
         other = exclude_candidates(problem, lambda c: getattr(c, degree) != n, (section,))
         return solver.solve_within_limit(other)
 
-    return [a for a in _map_variants(problem, solve_kind, kinds) if a is not None]
+    with _variant_mapper(problem, solve_kind) as map_variants:
+        return [a for a in map_variants(kinds) if a is not None]
 
 
 def plans_with_dealt_samples(problem: Problem, best: Assignment, margin: float) -> list[Assignment]:
@@ -92,38 +96,75 @@ def plans_with_dealt_samples(problem: Problem, best: Assignment, margin: float) 
     """
     if problem.strategy != "auto" or len(problem.sections) < 2:
         return []
-    most = MAX_KIND_RATIO * evaluate_assignment(replace(problem, capacity=1 << 62, pools=()), best).time_ns
-    solver, plans = _StartSolver(margin, int(most)), list[Assignment]()
+    most = int(
+        MAX_KIND_RATIO * evaluate_assignment(replace(problem, capacity=1 << 62, pools=()), best).time_ns
+    )
     chosen = {s: problem.sections[s][i] for s, i in best.choice.items()}
     heaviest = max(chosen, key=lambda s: chosen[s].time_ns * chosen[s].ranks)
-    strategies = {strategy: replace(problem, strategy=strategy) for strategy in ("apart", "colocate")}
-    layouts = dict.fromkeys(
-        _replica_layout(c) for c in problem.sections[heaviest] if not c.excluded and c.cp_per == "micro_batch"
-    )
+    problems = {strategy: replace(problem, strategy=strategy) for strategy in ("apart", "colocate")}
+    # Of each strategy the shortest plans so far: ns, the place of the layout among all, and the plan.
+    shortest: dict[str, list[tuple[int, int, Assignment]]] = {strategy: [] for strategy in problems}
 
-    def solve_variant(variant: tuple[str, tuple[int, ...]]) -> Assignment | None:
-        strategy, layout = variant
-        other = exclude_candidates(strategies[strategy], lambda c: _replica_layout(c) != layout, (heaviest,))
-        return solver.solve_within_limit(other)
+    def solve_variant(variant: tuple[str, ReplicaLayout, int]) -> Assignment | None:
+        strategy, layout, limit_ns = variant
+        other = exclude_candidates(problems[strategy], lambda c: _replica_layout(c) != layout, (heaviest,))
+        return _StartSolver(margin, limit_ns).solve_within_limit(other)
 
-    variants = [*product(strategies, layouts)]
-    solved = [*zip(variants, _map_variants(problem, solve_variant, variants), strict=True)]
-    for strategy, variant in strategies.items():
-        found = [a for (own, _), a in solved if own == strategy and a is not None]
-        found.sort(key=lambda a, variant=variant: evaluate_assignment(variant, a).time_ns)
-        plans += found[:MOST_DEALT_STARTS]
-    return plans
+    def limit_of(strategy: str) -> int:
+        """What a further plan of this strategy may take in ns."""
+        known = shortest[strategy]
+        return known[-1][0] if len(known) == MOST_DEALT_STARTS else most
+
+    # Layouts with least work come first: their plans rule out most of the others.
+    least_ns = _least_steps_by_layout(problem, heaviest)
+    places, layouts = [*least_ns], sorted(least_ns, key=least_ns.__getitem__)
+    with _variant_mapper(problem, solve_variant) as map_variants:
+        for start in range(0, len(layouts), LAYOUTS_AT_ONCE):
+            variants = [
+                (strategy, layout, limit_of(strategy))
+                for strategy, layout in product(problems, layouts[start : start + LAYOUTS_AT_ONCE])
+                if least_ns[layout] <= limit_of(strategy)
+            ]
+            for (strategy, layout, _), a in zip(variants, map_variants(variants), strict=True):
+                if a is not None:
+                    time_ns = evaluate_assignment(problems[strategy], a).time_ns
+                    known = [*shortest[strategy], (time_ns, places.index(layout), a)]
+                    shortest[strategy] = sorted(known, key=lambda k: k[:2])[:MOST_DEALT_STARTS]
+    return [a for known in shortest.values() for _, _, a in known]
 
 
-def _map_variants(
-    problem: Problem, solve: Callable[[VariantT], Assignment | None], variants: Sequence[VariantT]
-) -> list[Assignment | None]:
-    """The best plans of variants of a problem; on all cores if it has many candidates."""
-    map_variants = map_in_processes if problem.ranks >= PARALLEL_PRICING_RANKS else map
-    return [*map_variants(solve, variants)]
+def _least_steps_by_layout(problem: Problem, section: str) -> dict[ReplicaLayout, int]:
+    """For each layout of a section in which it may deal samples, the least step in ns of any plan with it:
+    all work spread evenly over all ranks."""
+
+    def least_work(candidates: Iterable[Candidate]) -> int:
+        return min((c.busy_ns * c.ranks for c in candidates if not c.excluded), default=0)
+
+    by_layout: dict[ReplicaLayout, list[Candidate]] = {}
+    for c in problem.sections[section]:
+        by_layout.setdefault(_replica_layout(c), []).append(c)
+    others = sum(least_work(cs) for s, cs in problem.sections.items() if s != section)
+    return {
+        layout: (others + least_work(cs)) // problem.ranks
+        for layout, cs in by_layout.items()
+        if any(c.cp_per == "micro_batch" and not c.excluded for c in cs)
+    }
 
 
-def _replica_layout(c: Candidate) -> tuple[int, int, int, int]:
+@contextmanager
+def _variant_mapper(
+    problem: Problem, solve: Callable[[VariantT], Assignment | None]
+) -> Iterator[Callable[[Sequence[VariantT]], list[Assignment | None]]]:
+    """Context manager: yields a function that maps `solve` over variants of a problem; on all cores if it has
+    many candidates."""
+    if problem.ranks < PARALLEL_PRICING_RANKS:
+        yield lambda variants: [*map(solve, variants)]
+        return
+    with process_mapper(solve) as map_variants:
+        yield map_variants
+
+
+def _replica_layout(c: Candidate) -> ReplicaLayout:
     """(tp, pp, cp, ep) of a candidate."""
     return c.tp, c.pp, c.cp, c.ep
 

@@ -12,6 +12,7 @@ from math import prod
 from secc.alloc.problem.closed_form import evaluate_assignment
 from secc.alloc.problem.types import Assignment, Problem, Solution
 from secc.alloc.solver.coarse_problem import coarsen_problem, time_unit
+from secc.alloc.solver.subproblem import keep_candidates
 
 MOST_TRIED = 500  # assignments
 _MOST_SECTIONS = 6  # more can be grouped in more ways than that
@@ -28,6 +29,10 @@ def solve_allocation(problem: Problem, margin: float = 0.0, most: int | None = N
 
     Raises RuntimeError if CP-SAT found or refuted no assignment within its limit.
     """
+    if any(c.excluded for cs in problem.sections.values() for c in cs):
+        allowed = keep_candidates(problem, lambda c: not c.excluded)
+        found = None if allowed is None else solve_allocation(allowed.problem, margin, most)
+        return found if allowed is None or found is None else allowed.solution_of_whole(found)
     if len(problem.sections) <= _MOST_SECTIONS:
         groupings = list(_group_sections([*problem.sections]))
         if len(groupings) * prod(map(len, problem.sections.values())) <= MOST_TRIED:

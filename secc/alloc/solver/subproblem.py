@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from secc.alloc.problem.types import Assignment, Candidate, Problem
+from secc.alloc.problem.types import Assignment, Candidate, Problem, Solution
 from secc.alloc.solver.group_bounds import MAX_GROUPED_SECTIONS, GroupBounds
 
 
@@ -24,6 +24,10 @@ class Subproblem:
     def to_whole(self, a: Assignment) -> Assignment:
         """Assignment of the subproblem as an assignment of the other problem."""
         return Assignment({s: self.indices[s][i] for s, i in a.choice.items()}, a.group)
+
+    def solution_of_whole(self, found: Solution) -> Solution:
+        """Solution of the subproblem as a solution of the other problem."""
+        return replace(found, assignment=self.to_whole(found.assignment))
 
     def indices_of(self, a: Assignment) -> dict[str, int]:
         """Indices in the subproblem of the candidates of the other problem's assignment."""

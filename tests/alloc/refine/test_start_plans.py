@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 from hypothesis import assume, given, settings
 
 from secc.alloc.problem.closed_form import evaluate_assignment
-from secc.alloc.problem.types import Assignment, Candidate, Problem
+from secc.alloc.problem.types import Assignment, Candidate, Problem, Solution
+from secc.alloc.refine import start_plans as start_plans_module
 from secc.alloc.refine.start_plans import (
     MAX_KIND_RATIO,
     MAX_START_RATIO,
@@ -139,3 +141,29 @@ def test_starts_include_the_best_plan_with_dealt_samples_of_each_strategy(proble
         wanted = fastest(problem, is_dealt)
         if wanted is not None and wanted <= MAX_KIND_RATIO * best.time_ns:
             assert wanted in {evaluate_assignment(problem, a).time_ns for a in found}
+
+
+def test_layouts_that_cannot_be_among_the_shortest_are_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen layouts of the larger section, each with more work than the one before; the first four of each
+    strategy are the shortest."""
+    layouts = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8)]
+    large = tuple(
+        Candidate(dp=n, tp=tp, pp=pp, cp=2, cp_per="micro_batch", micro_batch=1, time_ns=work // n)
+        for i, (tp, pp) in enumerate(layouts)
+        for work in (10_000 * (20 + i) // (tp * pp),)
+        for n in range(1, 128 // (tp * pp) + 1)
+    )
+    small = tuple(Candidate(dp=n, micro_batch=1, time_ns=50_000 // n) for n in range(1, 257))
+    problem = Problem({"large": large, "small": small}, (), 256, capacity=1 << 20)
+    best, solved = solve_allocation(problem), list[str]()
+    assert best is not None
+
+    def count(asked: Problem, margin: float = 0.0, most: int | None = None) -> Solution | None:
+        solved.append(asked.strategy)
+        return solve_allocation(asked, margin=margin, most=most)
+
+    monkeypatch.setattr(start_plans_module, "PARALLEL_PRICING_RANKS", 257)  # in this process
+    monkeypatch.setattr(start_plans_module, "solve_allocation", count)
+    found = plans_with_dealt_samples(problem, best.assignment, 0.0)
+    assert [(c.tp, c.pp) for c, _ in (chosen(problem, a) for a in found)] == 2 * layouts[:4]
+    assert len(solved) < len(layouts)
