@@ -358,7 +358,12 @@ def load_and_capture(
         survey, inputs = _describe_with_or_without_crops(user, survey)
     is_loading_seen = unloaded.has_other_values()
     files = StartState(meta, user, with_modules=False)
-    with time_step("capture"):
+    with (
+        time_step("capture"),
+        process_map.run_in_background(
+            partial(statistics.find_largest_samples, user), forks=statistics.declares_many_samples(user)
+        ) as largest,
+    ):
         states = GeneratorStates()
         try:
             chosen = _modules_without_weights(meta, options.whole_batch)
@@ -369,7 +374,7 @@ def load_and_capture(
             name_draws(error, source)
             raise failure or error from None
         survey, capture = _capture_rare_paths(user, meta, survey, inputs, capture)
-        inputs = statistics.apply_declared_sizes(user, survey, capture.inputs)
+        inputs = statistics.apply_declared_sizes(user, survey, capture.inputs, largest)
         if options.stats is not None:
             inputs = statistics.read_statistics(options.stats, inputs, survey)
         capture = dataclasses.replace(capture, inputs=inputs)

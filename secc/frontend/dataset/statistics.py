@@ -17,7 +17,7 @@ import dataclasses
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -35,9 +35,11 @@ from secc.runtime.plan.schema import is_tensor_label
 from secc.runtime.plan.step_program import SampleMeta
 
 MAX_DECLARED_SAMPLES = 4096  # calls of sizes(i) for statistics
-# Calls to find the largest samples, and the time of a call from which on these are not worth it.
+# Calls to find the largest samples, the time of a call from which on these are not worth it, and how many of
+# them are timed.
 MAX_COMPARED_SAMPLES = 1 << 17
 SLOW_CALL_S = 0.0003
+TIMED_CALLS = 64
 _STATISTICS_REMEDY = "write the file with `secc stats MODEL.py -o FILE` and change the numbers in it"
 _MAX_BYTES, _MAX_SIZE = 1 << 26, 1e15
 _STATISTICS = shapes.record(
@@ -78,11 +80,17 @@ def pattern_means(inputs: ModelInputs) -> list[PatternMean]:
     return means
 
 
-def apply_declared_sizes(user: UserModel, survey: DatasetSurvey, inputs: ModelInputs) -> ModelInputs:
+def apply_declared_sizes(
+    user: UserModel,
+    survey: DatasetSurvey,
+    inputs: ModelInputs,
+    find_largest: Callable[[], list[int]] | None = None,
+) -> ModelInputs:
     """Replaces sizes and patterns by those of up to MAX_DECLARED_SAMPLES samples that the model file's
     `sizes(i)` declares.
 
-    Raises UserError if `sizes(i)` is wrong about a drawn sample.
+    find_largest: returns `find_largest_samples(user)`, where that has been started before. Raises UserError
+    if `sizes(i)` is wrong about a drawn sample.
     """
     if not user.defines("sizes") or any(
         is_tensor_label(s.key) for s in inputs.symbols
@@ -92,15 +100,11 @@ def apply_declared_sizes(user: UserModel, survey: DatasetSurvey, inputs: ModelIn
     with hidden_ranks():  # once: it takes longer than most calls of sizes(i)
         for d, sizes in zip(survey.drawn_samples, inputs.sample_sizes, strict=True):
             declared.check_sample(SampleMeta(d.index, d.pattern, sizes), declared.sample_metadata(d.index))
-        length, metas, seconds = len(user.dataset()), list[SampleMeta](), list[float]()
+        length = len(user.dataset())
         count = min(length, MAX_DECLARED_SAMPLES)
-        for k in range(count):
-            start = time.perf_counter()
-            metas.append(declared.sample_metadata(k * length // count))
-            seconds.append(time.perf_counter() - start)
-        # Of a busy machine, which stops some calls for long, nothing is seen in the median.
-        is_fast = median(seconds) < SLOW_CALL_S
-        largest = [declared.sample_metadata(i) for i in _find_largest(user, length)] if is_fast else []
+        metas = [declared.sample_metadata(k * length // count) for k in range(count)]
+        indices = find_largest_samples(user) if find_largest is None else find_largest()
+        largest = list(map(declared.sample_metadata, indices))
     known = {s.id for s in metas}
     return dataclasses.replace(
         inputs,
@@ -110,20 +114,43 @@ def apply_declared_sizes(user: UserModel, survey: DatasetSurvey, inputs: ModelIn
     )
 
 
-def _find_largest(user: UserModel, length: int) -> list[int]:
+def declares_many_samples(user: UserModel) -> bool:
+    """Whether `sizes(i)` declares more samples than the statistics are made of."""
+    return user.defines("sizes") and (user.sample_count or 0) > MAX_DECLARED_SAMPLES
+
+
+def find_largest_samples(user: UserModel) -> list[int]:
     """Returns the indices of the samples with the largest declared size of each key, among those with the
-    same keys, in up to MAX_COMPARED_SAMPLES samples of the dataset."""
+    same keys, in up to MAX_COMPARED_SAMPLES samples of the dataset; [] if calls of `sizes(i)` are slow, or if
+    the statistics are made of all samples."""
+    if not declares_many_samples(user):
+        return []
+    length = len(user.dataset())
     count = min(length, MAX_COMPARED_SAMPLES)
+    indices = [k * length // count for k in range(count)]
     most: dict[tuple[frozenset[str], str], tuple[int, int]] = {}  # of keys and key: size and index
-    for k in range(count):
-        index = k * length // count
-        declared = user.declared_sizes(index) or {}
-        keys = frozenset(declared)
-        for key, value in declared.items():
-            size = prod(value) if isinstance(value, tuple | list) else value
-            if isinstance(size, int) and size > most.get((keys, key), (-1, 0))[0]:
-                most[keys, key] = size, index
+    with hidden_ranks():
+        if _median_call_s(user, indices[:TIMED_CALLS]) >= SLOW_CALL_S:
+            return []
+        for index in indices:
+            declared = user.declared_sizes(index) or {}
+            keys = frozenset(declared)
+            for key, value in declared.items():
+                size = prod(value) if isinstance(value, tuple | list) else value
+                if isinstance(size, int) and size > most.get((keys, key), (-1, 0))[0]:
+                    most[keys, key] = size, index
     return sorted({index for _, index in most.values()})
+
+
+def _median_call_s(user: UserModel, indices: Iterable[int]) -> float:
+    """Returns the seconds that a call of `sizes(i)` takes. Of a busy machine, which stops some calls for
+    long, nothing is seen in the median."""
+    seconds = list[float]()
+    for index in indices:
+        start = time.perf_counter()
+        user.declared_sizes(index)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
 
 
 def read_statistics(path: Path, inputs: ModelInputs, survey: DatasetSurvey) -> ModelInputs:

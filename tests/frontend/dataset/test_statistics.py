@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from secc import process_map
 from secc.cli import main
-from secc.driver.compile import compile_model
+from secc.driver.compile import compile_model, load_and_capture
 from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
 from secc.frontend.dataset import statistics
 from secc.frontend.dataset.input_symbols import describe_inputs
 from secc.frontend.dataset.sampling import survey_dataset
-from secc.runtime.data.declared_sizes import DeclaredSizes
-from secc.runtime.model.user_file import load_model_file
-from secc.runtime.plan.step_program import SampleMeta
+from secc.runtime.model.user_file import UserModel, load_model_file
 
 MODEL = """
 import torch
@@ -129,17 +129,40 @@ def test_a_busy_machine_does_not_keep_the_largest_samples_from_being_searched(
     user = load_model_file(model_file(tmp_path, rare="1 if i != 501 else 60", sizes=True))
     survey = survey_dataset(user)
     inputs = describe_inputs(user, survey)
-    calls, call = list[int](), DeclaredSizes.sample_metadata
+    calls, call = list[int](), UserModel.declared_sizes
 
-    def counted(self: DeclaredSizes, index: int) -> SampleMeta:
+    def counted(self: UserModel, index: int) -> dict[str, Any] | None:
         calls.append(index)
         return call(self, index)
 
-    monkeypatch.setattr(DeclaredSizes, "sample_metadata", counted)
+    monkeypatch.setattr(UserModel, "declared_sizes", counted)
     monkeypatch.setattr(statistics, "MAX_DECLARED_SAMPLES", 100)
     monkeypatch.setattr(statistics.time, "perf_counter", lambda: len(calls) * 1e-6 + len(calls) // 20)
     found = statistics.apply_declared_sizes(user, survey, inputs)
     assert [sizes["n_rows"] for _, sizes in found.largest_samples] == [60]
+
+
+def test_the_largest_samples_are_searched_by_another_core_while_forward_is_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two cores this process makes fewer calls of sizes(i), by those of the search: one for each of the
+    1,000 samples, after some that are timed."""
+    calls, call = list[int](), UserModel.declared_sizes
+
+    def counted(self: UserModel, index: int) -> dict[str, Any] | None:
+        calls.append(index)
+        return call(self, index)
+
+    monkeypatch.setattr(UserModel, "declared_sizes", counted)
+    monkeypatch.setattr(statistics, "MAX_DECLARED_SAMPLES", 100)
+    path, count_by_cores = model_file(tmp_path, rare="1 if i != 501 else 60", sizes=True), dict[int, int]()
+    for cores in (1, 2):
+        monkeypatch.setattr(process_map, "available_cores", lambda cores=cores: cores)
+        calls.clear()
+        *_, inputs, _, _ = load_and_capture(path, CompileOptions(), lambda _: nullcontext())
+        count_by_cores[cores] = len(calls)
+        assert [sizes["n_rows"] for _, sizes in inputs.largest_samples] == [60]
+    assert count_by_cores[1] - count_by_cores[2] == 1000 + statistics.TIMED_CALLS
 
 
 def test_sizes_that_are_wrong_are_refused_when_the_plan_is_made(
