@@ -114,6 +114,7 @@ class ModelRandomness:
         self.dropout_off = dropout_off
         self.paths, self.symbols = module_paths_by_id(model), symbols
         self.draws = {d.call: d for d in draws}
+        self.draws_by_site = Counter(call.rpartition("#")[0] for call in self.draws)
         self.functions = frozenset(function_blocks_of(model))
 
     def make_draws(
@@ -154,6 +155,8 @@ class MicroBatchDraws:
         self._given_name: str | None = None
         self._owner: str | None = None  # of a function that is a block, the module that runs it
         self._site: SourceLines = ()
+        self._site_call = 0, 1  # which of the calls by these lines runs, and how many there are
+        self._calls_in_site: Counter[str] = Counter()
         self._backward = False
         self._rows: dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -190,14 +193,17 @@ class MicroBatchDraws:
             self._given_name = None
 
     @contextmanager
-    def at_call_site(self, site: str) -> Iterator[None]:
+    def at_call_site(self, site: str, call: int = 0, calls: int = 1) -> Iterator[None]:
         """Give random ops of blocks that are called inside the source lines `site` of the user's forward,
-        which the section's own code hides."""
+        which the section's own code hides. `call`: which of the `calls` by these lines it is; other sections
+        may do the calls before it."""
         self._owner, self._site = parse_call_site(site)
+        self._site_call = call, calls
+        self._calls_in_site.clear()
         try:
             yield
         finally:
-            self._owner, self._site = None, ()
+            self._owner, self._site, self._site_call = None, (), (0, 1)
 
     def draw_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a random op. Raises UserError for an op, a call or a shape that the plan
@@ -269,10 +275,19 @@ class MicroBatchDraws:
             if self._owner is not None and path in self._model.functions:
                 path = self._owner
             name = random_call_name(path, lines + self._site)
-            call = f"{name}#{self._calls_by_name[name]}"
+            call = f"{name}#{self._number_call(name)}"
             self._calls_by_name[name] += 1
+            self._calls_in_site[name] += 1
         self._names.append(call)
         return call
+
+    def _number_call(self, name: str) -> int:
+        """Return which of the draws with this name is next, in the user's forward."""
+        call, calls = self._site_call
+        known = self._model.draws_by_site[name]
+        if calls == 1 or known % calls:  # a loop: how often it draws is not known
+            return self._calls_by_name[name]
+        return call * known // calls + self._calls_in_site[name]
 
     def _generate_entry_bits(
         self,

@@ -157,9 +157,10 @@ class SectionModule(nn.Module):
         assert self.places is not None
         return self.places.samples
 
-    def at_call_site(self, site: str) -> AbstractContextManager[None]:
-        """Give random ops of blocks that are called inside the source lines `site` of the user's forward."""
-        return nullcontext() if self.draws is None else self.draws.at_call_site(site)
+    def at_call_site(self, site: str, call: int = 0, calls: int = 1) -> AbstractContextManager[None]:
+        """Give random ops of blocks that are called inside the source lines `site` of the user's forward, in
+        the call with this number of `calls` by the same lines; other sections may do the others."""
+        return nullcontext() if self.draws is None else self.draws.at_call_site(site, call, calls)
 
     def with_settings(self, module: nn.Module, *settings: ModuleSetting) -> AbstractContextManager[None]:
         """Set attributes of the block's modules, as the user's forward had set them for this call, and

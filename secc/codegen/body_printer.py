@@ -230,11 +230,11 @@ class BodyPrinter:
     def _site_context(self, op: CallOp) -> str:
         """The context that tells random ops in a block from where the user calls it."""
         known = random_ops.read_random_ops(self.graph.attributes.get(random_ops.RANDOM_OPS_ATTRIBUTE))
-        return (
-            f"self.at_call_site({string_literal(random_ops.call_site(op))})"
-            if random_ops.draws_in_call(known, op.target.data, random_ops.call_site(op))
-            else ""
-        )
+        site, (number, calls) = random_ops.call_site(op), random_ops.site_call(op)
+        if not random_ops.draws_in_call(known, op.target.data, site):
+            return ""
+        which = f", call={number}, calls={calls}" if calls > 1 else ""
+        return f"self.at_call_site({string_literal(site)}{which})"
 
     def _print_glue(self, op: GlueOp) -> CodeLine:
         if (made := recorded_glue.recorded_label(op)) is not None:

@@ -24,6 +24,7 @@ WAYS = {
         (2, "auto", ("model.dp=2", "model.micro_batch=1")),
         (3, "auto", ("model.dp=3", "model.micro_batch=3")),
     ],
+    "dropout_passes": [(2, "auto", ("model.pp=2", "model.micro_batch=3"))],
     "gpt2_dropout": [(3, "auto", ("model.dp=3", "model.micro_batch=3", "model.recompute=full"))],
     "shared_dropout": [(3, "apart", ("encoder.pp=2", "encoder.micro_batch=1", "layers.micro_batch=2"))],
     "drawn_masks": [(3, "apart", ("head.dp=2", "head.micro_batch=1", "vision.micro_batch=3"))],

@@ -74,7 +74,8 @@ def capture_to_ir(capture: Capture) -> ModuleOp:
     ]
     ops += [TieOp.create(properties={"names": strings_attr(names)}) for names in capture.ties]
     call_sites = _blocks_with_call_sites(capture)
-    ops += [_CaseImporter(case, capture, call_sites).build_case_op() for case in capture.cases]
+    calls = _most_calls_by_site(capture)
+    ops += [_CaseImporter(case, capture, call_sites, calls).build_case_op() for case in capture.cases]
     properties: dict[str, Attribute] = {"sym": StringAttr("model")}
     if capture.optional_keys:
         properties["optional"] = strings_attr(sorted(capture.optional_keys))
@@ -103,6 +104,15 @@ def _blocks_with_call_sites(capture: Capture) -> set[str]:
     }
     several = {path for path, times in Counter(path for path, _ in sites).items() if times > 1}
     return several | {path for path, site in sites if random_ops.draws_in_call(capture.draws, path, site)}
+
+
+def _most_calls_by_site(capture: Capture) -> Counter[tuple[str, str]]:
+    """Returns how often the same lines call a block, (path, lines), in the case that calls it most often."""
+    most = Counter[tuple[str, str]]()
+    for case in capture.cases:
+        nodes = case.generic.graph.nodes
+        most |= Counter((str(n.target), n.meta["site"]) for n in nodes if n.op == "call_module")
+    return most
 
 
 def _sample_attributes(capture: Capture) -> dict[str, Attribute]:
@@ -220,8 +230,15 @@ def _block_op(block: CapturedBlock, hazards: list[Hazard], is_largest_part: bool
 class _CaseImporter:
     """Imports one case."""
 
-    def __init__(self, case: CapturedCase, capture: Capture, sited: Collection[str]) -> None:
-        self._blocks_with_sites = sited
+    def __init__(
+        self,
+        case: CapturedCase,
+        capture: Capture,
+        sited: Collection[str],
+        calls_by_site: Mapping[tuple[str, str], int],
+    ) -> None:
+        self._blocks_with_sites, self._calls_by_site = sited, calls_by_site
+        self._calls_so_far = Counter[tuple[str, str]]()
         self._case, self._parameters, self._buffers = case, capture.parameters, capture.buffers
         self._dims = {i.key: i.dims for i in capture.inputs.inputs}
         self._summed = capture.inputs.summed
@@ -298,6 +315,11 @@ class _CaseImporter:
         op = CallOp.create_call(str(node.target), operands, args, [_node_type(o) for o in outs], **properties)
         if node.target in self._blocks_with_sites:
             op.attributes[random_ops.CALL_SITE_ATTRIBUTE] = StringAttr(node.meta["site"])
+            called = (str(node.target), node.meta["site"])
+            if (calls := self._calls_by_site[called]) > 1:
+                number = StringAttr(f"{self._calls_so_far[called]}/{calls}")
+                op.attributes[random_ops.SITE_CALL_ATTRIBUTE] = number
+                self._calls_so_far[called] += 1
         if any(o.meta["alone"] for o in outs):
             op.attributes[BATCH_INDEPENDENT_ATTRIBUTE] = strings_attr(
                 str(o.args[1]) for o in outs if o.meta["alone"]

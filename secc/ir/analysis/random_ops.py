@@ -1,6 +1,8 @@
 """Random ops in the IR: the graph's attribute `draws` lists them as texts, and glue that draws has its name
 as attribute `draw`. The call of a block that draws, or that is called at several places, has the user's lines
 that lead to it as attribute `site`; that of a function that draws has the module around it in front of them.
+Of a block that the same lines call several times, each call has its number as attribute `site_call`: `0/2` is
+the first of two.
 
 A text is `dims; rows; name; place`, such as `0,2; 12*B; encoder.layers.0@model.py:18#0; model.py:18`; dims
 are `-` where all samples share the numbers.
@@ -19,6 +21,7 @@ from secc.runtime.plan.schema import RandomOp
 RANDOM_OPS_ATTRIBUTE = "draws"  # of a graph
 RANDOM_OP_ATTRIBUTE = "draw"  # of a glue op
 CALL_SITE_ATTRIBUTE = "site"  # of a call
+SITE_CALL_ATTRIBUTE = "site_call"  # of a call
 
 
 def format_random_op(draw: RandomOp) -> str:
@@ -55,3 +58,12 @@ def call_site(op: Operation) -> str:
     does not matter."""
     found = op.attributes.get(CALL_SITE_ATTRIBUTE)
     return found.data if isinstance(found, StringAttr) else ""
+
+
+def site_call(op: Operation) -> tuple[int, int]:
+    """Which of the calls of a block by the same lines a call is, counted from 0, and how many there are."""
+    found = op.attributes.get(SITE_CALL_ATTRIBUTE)
+    if not isinstance(found, StringAttr):
+        return 0, 1
+    number, _, calls = found.data.partition("/")
+    return int(number), int(calls)

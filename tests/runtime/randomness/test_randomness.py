@@ -302,6 +302,36 @@ def test_a_section_gives_a_block_the_users_call_site() -> None:
         assert torch.equal(model.net(x), expected)
 
 
+class OneLine(nn.Module):
+    """One module that one line calls twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.net(x)
+        return x
+
+
+def test_a_section_may_do_a_later_call_of_a_line_alone() -> None:
+    model, x = OneLine(), torch.randn(2, 3, 8)
+    calls = names(model, x)
+    site = calls[0].partition("#")[0].partition("<")[2]
+
+    def start() -> MicroBatchDraws:
+        return Drawing(*[((0,), "B")] * len(calls), model=model, calls=calls).draws(of([0, 1]))
+
+    with (whole := start()).forward():
+        expected = model(x)
+    with (first := start()).forward(), first.at_call_site(site, call=0, calls=2):
+        between = model.net(x)
+    with (second := start()).forward(), second.at_call_site(site, call=1, calls=2):
+        assert torch.equal(model.net(between), expected)
+    assert sum(whole.calls_by_site.values()) == 2 * sum(second.calls_by_site.values())
+
+
 def test_lines_of_torch_are_left_out() -> None:
     layers = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
