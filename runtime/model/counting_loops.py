@@ -13,6 +13,8 @@ import ast
 import copy
 from collections.abc import Sequence
 
+from secc.runtime.model.variable_flow import names_changed_in_place
+
 _MARK = "is_counting_loop"  # an attribute of statements
 _COUNTS = ("sum", "count_nonzero")
 _ROWS = ("numel", "size")
@@ -40,7 +42,7 @@ def _split_loop(loop: ast.For, self_name: str) -> list[ast.stmt]:
     """Return a loop as loops of what it counts and a loop of its other statements, if there are any."""
     if self_name in _names(loop.iter) or any(isinstance(n, ast.Break | ast.Continue) for n in ast.walk(loop)):
         return [loop]
-    counting, kept = list[ast.stmt](), list(loop.body)
+    counting, kept, done = list[ast.stmt](), list(loop.body), list[ast.stmt]()
     for place, statement in enumerate(loop.body):
         others = {name for s in loop.body if s is not statement for name in _names(s)}
         if (counter := _counter_of(statement)) is None or counter in others:
@@ -49,10 +51,14 @@ def _split_loop(loop: ast.For, self_name: str) -> list[ast.stmt]:
             continue
         if (counted := _without_number(statement, needed)) is None:
             continue
-        is_needed = any(_names(s, ast.Store) & _names(counted) for s in needed)
+        if not any(_names(s, ast.Store) & _names(counted) for s in needed):
+            needed = []
+        if _depends_on_others(loop, statement, [*needed, counted]):
+            continue
         only = copy.copy(loop)
         setattr(only, _MARK, True)
-        only.body = [*map(copy.deepcopy, needed if is_needed else ()), counted]
+        only.body = [*map(copy.deepcopy, needed), counted]
+        done += needed
         only.lineno = only.end_lineno = statement.lineno  # the line of the count, not of what stays
         counting.append(only)
         kept.remove(statement)
@@ -60,8 +66,17 @@ def _split_loop(loop: ast.For, self_name: str) -> list[ast.stmt]:
         return [loop]
     rest = copy.copy(loop)
     rest.body = kept
-    reads = any(not isinstance(s, ast.Assign) or self_name in _names(s) for s in kept)
-    return [*counting, rest] if kept and reads else counting
+    return counting if all(s in done for s in kept) else [*counting, rest]
+
+
+def _depends_on_others(loop: ast.For, statement: ast.stmt, counting: Sequence[ast.stmt]) -> bool:
+    """Whether the statements that count need what other statements of their loop set or change: behind them,
+    for the next round, or in place. The loop of the count has none of these."""
+    read = {name for s in counting for name in _names(s)}
+    others = [s for s in loop.body if s is not statement]
+    changed = {name for s in others for name in names_changed_in_place(s)}
+    changed |= {name for s in others if s not in counting for name in _names(s, ast.Store)}
+    return bool(read & changed)
 
 
 def _counter_of(statement: ast.stmt) -> str | None:

@@ -16,7 +16,6 @@ import importlib
 import inspect
 import linecache
 import operator
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -26,20 +25,15 @@ from typing import Any, cast
 from torch import nn
 
 from secc.runtime.model.counting_loops import is_counting_loop, take_counts_out
-from secc.runtime.model.variable_flow import names_always_set, names_read_first
+from secc.runtime.model.variable_flow import (
+    CHANGING_METHODS,
+    GROWING_METHODS,
+    base_name,
+    names_always_set,
+    names_changed_in_place,
+    names_read_first,
+)
 
-_GROWING_METHODS = frozenset({"append", "extend", "insert"})
-_CHANGING_METHODS = _GROWING_METHODS | {
-    "pop",
-    "remove",
-    "clear",
-    "update",
-    "setdefault",
-    "add",
-    "sort",
-    "reverse",
-}  # of lists, dicts and sets
-_IN_PLACE_METHOD = re.compile(r"(?!requires_grad_)\w*[^_]_")  # of tensors
 _CLASS_CELL = "__class__"  # the variable of `super()`
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 _COLLECTIONS = (ast.List, ast.Tuple, ast.Dict, ast.Set, *_COMPREHENSIONS)
@@ -143,7 +137,7 @@ class ForwardSource:
         Raises NotOutlinable if there is none."""
         while True:
             chosen = self.statements[first : last + 1]
-            changed = {n for s in chosen for n in _changed_in_place(s)} - {self.self_name}
+            changed = {n for s in chosen for n in names_changed_in_place(s)} - {self.self_name}
             outside = changed & self.argument_names
             if outside:
                 raise NotOutlinable(f"it changes the argument {min(outside)} in place")
@@ -161,7 +155,9 @@ class ForwardSource:
     def lists_read_after(self, first: int, last: int) -> int:
         """Return the number of lists that a range makes longer and that later statements read: their lengths
         often differ between batches."""
-        grown = {n for s in self.statements[first : last + 1] for n in _changed_in_place(s, _GROWING_METHODS)}
+        grown = {
+            n for s in self.statements[first : last + 1] for n in names_changed_in_place(s, GROWING_METHODS)
+        }
         return len(grown & {n for s in self.statements[last + 1 :] for n in _names(s, ast.Load)})
 
     def _is_local_function(self, name: str) -> bool:
@@ -209,7 +205,7 @@ def outline_statements(function: FunctionType, owner: nn.Module, first: int, las
     children = _AttributeSearch(owner).find_used(chosen, source.self_name, function)
     local = source.argument_names.union(*(_stored(s) for s in source.statements)) - {source.self_name}
     set_here = {n for s in chosen for n in _stored(s)} & local
-    changed = {n for s in chosen for n in _changed_in_place(s)} & local
+    changed = {n for s in chosen for n in names_changed_in_place(s)} & local
     functions = (f for s in before for f in ast.walk(s) if isinstance(f, _Function))
     read_later = names_read_first(after).union(*(_names(f, ast.Load) for f in functions))
     found = (set_here | changed) & read_later
@@ -254,8 +250,8 @@ def _move_independent(statements: list[ast.stmt]) -> tuple[list[ast.stmt], list[
     moved, kept = list[ast.stmt](), statements[:1]
     for statement in statements[1:]:
         known, own = {n for s in kept for n in _all_names(s)}, _stored(statement)
-        set_before = {n for s in kept for n in (*_stored(s), *_changed_in_place(s))}
-        changed = _changed_in_place(statement)
+        set_before = {n for s in kept for n in (*_stored(s), *names_changed_in_place(s))}
+        changed = names_changed_in_place(statement)
         depends = bool(_names(statement, ast.Load) & set_before or (own | changed) & known)
         plain = is_counting_loop(statement) or (isinstance(statement, ast.Assign) and not changed)
         (moved if plain and not depends else kept).append(statement)
@@ -266,7 +262,7 @@ def _move_unneeded(statements: list[ast.stmt], self_name: str) -> tuple[list[ast
     """Return a range without the assignments that its other statements do not need and that use nothing of
     the module, and these, which may as well stand behind it: a mean of what a block has for each sample. What
     reads lists, or what a loop or a condition sets, stays: a block returns tensors of the same kind."""
-    unlike = {n for s in statements for n in _changed_in_place(s)}
+    unlike = {n for s in statements for n in names_changed_in_place(s)}
     for statement in statements:
         if not isinstance(statement, ast.Assign) or (
             isinstance(statement.value, _COLLECTIONS) and not isinstance(statement.targets[0], ast.Tuple)
@@ -276,9 +272,9 @@ def _move_unneeded(statements: list[ast.stmt], self_name: str) -> tuple[list[ast
     for statement in reversed(statements[:-1]):
         own, read = _stored(statement), _names(statement, ast.Load)
         needed = {n for s in kept for n in _all_names(s)}
-        set_behind = {n for s in kept for n in (*_stored(s), *_changed_in_place(s))}
+        set_behind = {n for s in kept for n in (*_stored(s), *names_changed_in_place(s))}
         is_free = not own & needed and not read & (set_behind | unlike | {self_name})
-        plain = isinstance(statement, ast.Assign) and not _changed_in_place(statement)
+        plain = isinstance(statement, ast.Assign) and not names_changed_in_place(statement)
         (moved if plain and is_free and not isinstance(kept[-1], ast.Return) else kept).insert(0, statement)
     return kept, moved
 
@@ -489,26 +485,6 @@ def _may_be_taken_out(value: ast.expr) -> bool:
     )
 
 
-def _base_name(node: ast.AST) -> str | None:
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else None
-
-
-def _changed_in_place(statement: ast.AST, methods: Collection[str] | None = None) -> set[str]:
-    """Return the variables that a statement changes without setting them: by an entry, an attribute, or a
-    method. methods: only by these."""
-    found = set[str | None]()
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            name, known = node.func.attr, _CHANGING_METHODS if methods is None else methods
-            if name in known or (methods is None and _IN_PLACE_METHOD.fullmatch(name)):
-                found.add(_base_name(node.func.value))
-        elif methods is None and isinstance(node, ast.Attribute | ast.Subscript):
-            found |= {_base_name(node)} if isinstance(node.ctx, ast.Store) else set()
-    return {name for name in found if name is not None}
-
-
 def _marks_trainable(statement: ast.AST) -> bool:
     """Whether a statement asks for gradients of a tensor."""
     return any(isinstance(n, ast.Attribute) and n.attr == "requires_grad_" for n in ast.walk(statement))
@@ -632,7 +608,7 @@ def _find_own_attributes(definition: ast.FunctionDef, function: FunctionType, ow
     arguments = [*definition.args.posonlyargs, *definition.args.args]
     name = arguments[0].arg if arguments else ""
     nodes = [n for s in definition.body for n in ast.walk(s)]
-    attributes = [n for n in nodes if isinstance(n, ast.Attribute) and _base_name(n) == name]
+    attributes = [n for n in nodes if isinstance(n, ast.Attribute) and base_name(n) == name]
     of_self = [n for n in attributes if isinstance(n.value, ast.Name)]
     if sum(isinstance(n, ast.Name) and n.id == name for n in nodes) > len(of_self):
         return []  # other code may read them
@@ -682,10 +658,10 @@ def _changed_attributes(tree: ast.AST) -> set[str]:
     found = set[str | None]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in _CHANGING_METHODS and isinstance(node.func.value, ast.Attribute):
-                found.add(_base_name(node.func.value))
+            if node.func.attr in CHANGING_METHODS and isinstance(node.func.value, ast.Attribute):
+                found.add(base_name(node.func.value))
         elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute):
-            found |= {_base_name(node)} if isinstance(node.ctx, ast.Store) else set()
+            found |= {base_name(node)} if isinstance(node.ctx, ast.Store) else set()
     return {name for name in found if name is not None}
 
 

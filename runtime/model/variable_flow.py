@@ -1,10 +1,24 @@
-"""Which variables statements may read before they set them, and which they set on every way through them."""
+"""Which variables statements may read before they set them, which they set on every way through them, and
+which they change in place."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 
+GROWING_METHODS = frozenset({"append", "extend", "insert"})
+CHANGING_METHODS = GROWING_METHODS | {
+    "pop",
+    "remove",
+    "clear",
+    "update",
+    "setdefault",
+    "add",
+    "sort",
+    "reverse",
+}  # of lists, dicts and sets
+_IN_PLACE_METHOD = re.compile(r"(?!requires_grad_)\w*[^_]_")  # of tensors
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -16,6 +30,27 @@ def names_read_first(statements: Iterable[ast.stmt]) -> set[str]:
 def names_always_set(statements: Iterable[ast.stmt]) -> set[str]:
     """Return the variables that have a new value behind the statements, whichever way was taken."""
     return _Flow().run(statements)[1]
+
+
+def base_name(node: ast.AST) -> str | None:
+    """Return the variable of `x.a[0]`; None for an entry or attribute of something else."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def names_changed_in_place(statement: ast.AST, methods: Collection[str] | None = None) -> set[str]:
+    """Return the variables that a statement changes without setting them: by an entry, an attribute, or a
+    method. methods: only by these."""
+    found = set[str | None]()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, known = node.func.attr, CHANGING_METHODS if methods is None else methods
+            if name in known or (methods is None and _IN_PLACE_METHOD.fullmatch(name)):
+                found.add(base_name(node.func.value))
+        elif methods is None and isinstance(node, ast.Attribute | ast.Subscript):
+            found |= {base_name(node)} if isinstance(node.ctx, ast.Store) else set()
+    return {name for name in found if name is not None}
 
 
 class _Flow:

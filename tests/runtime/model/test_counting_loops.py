@@ -51,11 +51,29 @@ def test_what_a_count_needs_goes_with_it() -> None:
         ["if y.any():", "    y = y[1:]", "n += int((y != 0).sum())"],
         ["total = total / n", "n += int((y != 0).sum())"],
         ["n += int((y != 0).sum())", "if n > 9:", "    break"],
+        ["n += int((y != last).sum())", "last = y"],
+        ["y[0] = 0", "n += int((y != 0).sum())"],
+        ["y = y.clamp_(min=1)", "n += int((y != 0).sum())"],
     ],
 )
 def test_other_counts_stay(lines: list[str]) -> None:
     loop = "\n".join(["for x, y in zip(xs, ys):", *(f"    {line}" for line in [LOSS, *lines])])
     assert rewrite(LOSS, *lines) == [loop]
+
+
+@pytest.mark.parametrize(
+    "line", ["picked[y] = 1", "rows = rows + x.abs()", "last = x", "net.scale = x", "first, *others = x"]
+)
+def test_other_statements_of_the_loop_of_a_count_stay(line: str) -> None:
+    assert rewrite(line, "n += int((y != 0).sum())") == [
+        "for x, y in zip(xs, ys):\n    n += (y != 0).sum()",
+        f"for x, y in zip(xs, ys):\n    {line}",
+    ]
+
+
+def test_a_loop_that_only_counts_becomes_one_loop() -> None:
+    (counting,) = rewrite("mask = y != 0", "n += int(mask.sum())")
+    assert counting == "for x, y in zip(xs, ys):\n    mask = y != 0\n    n += mask.sum()"
 
 
 def test_a_sum_over_a_generator_is_one_of_tensors() -> None:
