@@ -28,6 +28,10 @@ REFUSED = [
         ["joined_frames.py:", "joined along dim 0", "sound [", "write `collate(samples) -> dict`"],
     ),
     ("some_captions", ["some_captions.py:17", "samples that lack a key have no rows", "caption of 1 of 2"]),
+    (
+        "some_spectra",
+        ["some_spectra.py:15", "joined along dim 0, in this batch spectrum [4, 6]", "hold `value[None]`"],
+    ),
     ("mixup", ["mixup.py:", "mixes the samples of a batch", "aten.randperm", "what to do"]),
 ]
 

@@ -103,16 +103,19 @@ def _explain_default_batch(
     user: UserModel, batch: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
 ) -> str:
     """Says what forward may not expect of a batch that the default collation made: keys with rows of some
-    samples only, and keys joined along dim 0 where padding may be meant (of samples of different lengths with
-    two or three dims). "" without any."""
-    joined, partial = list[str](), list[str]()
+    samples only, and keys with two or three dims that are joined along dim 0, where padding may be meant (of
+    samples of different lengths) or a stack (of those that some samples lack). "" without any."""
+    joined, partial, unstacked = list[str](), list[str](), list[str]()
     for key, value in batch.items() if not user.defines("collate") else ():
         held = [v for s in samples if isinstance(v := s.get(key), torch.Tensor)]
         if 0 < len(held) < len(samples):
             partial.append(f"{key} of {len(held)} of {len(samples)}")
         lengths = [len(v) for v in held if v.ndim in (2, 3)]
-        if isinstance(value, torch.Tensor) and len(set(lengths)) > 1 and len(value) == sum(lengths):
-            joined.append(f"{key} {list(value.shape)}")
+        if isinstance(value, torch.Tensor) and lengths and len(value) == sum(lengths):
+            if len(set(lengths)) > 1:
+                joined.append(f"{key} {list(value.shape)}")
+            elif len(held) < len(samples) and value.ndim == held[0].ndim and lengths[0] > 1:
+                unstacked.append(f"{key} {list(value.shape)}")
     explanation = ""
     if partial:
         explanation += (
@@ -123,6 +126,11 @@ def _explain_default_batch(
         explanation += (
             f"; without collate(), rows of all samples are joined along dim 0 in this batch, as in "
             f"{', '.join(joined)}: write `collate(samples) -> dict` if forward expects [samples, longest, …]"
+        )
+    if unstacked:
+        explanation += (
+            f"; without collate(), values that some samples lack are joined along dim 0, in this batch "
+            f"{', '.join(unstacked)}: where forward expects a row for each, let a sample hold `value[None]`"
         )
     return explanation
 

@@ -35,6 +35,11 @@ _NUMBERS_REMEDY = (
     "; if these are numbers of samples or rows, return another key with as many rows, such as the length of "
     "each, which shows their order"
 )
+_GROUPED_REMEDY = (
+    "let the {rows} rows of a sample follow each other, `[s[key] for s in samples for key in (…)]` in place"
+    " of one list behind the other, and take them apart in forward by `x.view(-1, {rows}, …).unbind(1)` in"
+    " place of `x.chunk({rows})`"
+)
 
 
 class PaddingEvidence:
@@ -138,20 +143,27 @@ def find_pads(
         p.key: p for key in dict.fromkeys(k for k, _ in extents.kinds) if (p := _start_evidence(key, extents))
     }
     inconsistent: dict[str, torch.dtype] = {}
+    grouped: dict[str, int] = {}
     offsets = _find_offsets(extents)
     for batch, singles in collated:
         offsets = {k: rows for k, rows in offsets.items() if _adds_up_lengths(k, batch, singles)}
-        inconsistent |= {
-            p.key: batch[p.key].dtype
-            for p in evidence.values()
-            if p.key in batch and not p.compare_batch(batch, singles)
-        }
+        for key, own in evidence.items():
+            if key in batch and not own.compare_batch(batch, singles):
+                inconsistent[key] = batch[key].dtype
+                if rows := _count_grouped_rows(key, extents, batch, singles):
+                    grouped[key] = rows
     ordered = {extents.dims_of(p.key)[p.row_dim] for p in evidence.values() if p.key not in inconsistent}
     ordered.update(offsets.values())
     for key, dtype in inconsistent.items():
         own = evidence.pop(key)
         in_order = (own.shifted and own.shows_shift) or extents.dims_of(key)[own.row_dim] in ordered
         if dtype.is_floating_point or not in_order:
+            if key in grouped:
+                raise UserError(
+                    f"collate() puts the first rows of all samples of {key!r} before their second rows",
+                    where,
+                    _GROUPED_REMEDY.format(rows=grouped[key]),
+                )
             raise UserError(
                 f"collate() of several samples gives {key!r} of other rows than of each sample alone",
                 where,
@@ -163,6 +175,22 @@ def find_pads(
         for key in evidence
     }
     return {key: padding.choose_pads(preferred[key]) for key, padding in evidence.items()}
+
+
+def _count_grouped_rows(
+    key: str, extents: DimRules, batch: CollatedBatch, singles: Sequence[CollatedBatch]
+) -> int:
+    """Returns how many rows each sample has, if a batch holds the first rows of all samples, then their
+    second rows, and so on, as `chosen + rejected`; 0 otherwise."""
+    own = _start_evidence(key, extents)
+    counts = {single[key].shape[own.row_dim] if own and key in single else 0 for single in singles}
+    if own is None or len(counts) != 1 or (rows := counts.pop()) < 2:
+        return 0
+    order = torch.arange(rows * len(singles)).view(rows, -1).T.flatten()
+    if batch[key].shape[own.row_dim] != len(order):
+        return 0
+    reordered = batch[key].index_select(own.row_dim, order)
+    return rows if own.compare_batch({**batch, key: reordered}, singles) else 0
 
 
 def _find_offsets(extents: DimRules) -> dict[str, str]:

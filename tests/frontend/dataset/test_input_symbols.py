@@ -345,6 +345,24 @@ def test_values_that_never_change_are_no_inputs(user_of: UserOf):
     assert dims(found) == {"x": ("B", "S")}
 
 
+def test_first_rows_before_second_rows_name_the_order_that_is_exact(user_of: UserOf):
+    ends = [(4 + i % 3, 9 + i % 4) for i in range(30)]
+    pairs = [{"chosen": torch.arange(1, a), "rejected": torch.arange(5, b)} for a, b in ends]
+
+    def one_behind_the_other(samples: list[Sample]) -> Sample:
+        texts = [s[key] for key in ("chosen", "rejected") for s in samples]
+        return {"input_ids": pad_sequence(texts, batch_first=True)}
+
+    def in_order(samples: list[Sample]) -> Sample:
+        texts = [s[key] for s in samples for key in ("chosen", "rejected")]
+        return {"input_ids": pad_sequence(texts, batch_first=True)}
+
+    assert dims(described(user_of(pairs, collate=in_order)))["input_ids"][0] == "2*B"
+    with pytest.raises(UserError, match="the first rows of all samples of 'input_ids'") as caught:
+        described(user_of(pairs, collate=one_behind_the_other))
+    assert "let the 2 rows of a sample follow each other" in caught.value.remedy
+
+
 def packed(samples: list[Sample]) -> dict[str, Any]:
     """Patches of all images one after another, and the number of the image that each is of."""
     images = [image for s in samples for image in s["images"]]
