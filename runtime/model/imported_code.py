@@ -36,7 +36,7 @@ def find_imported_files(module: ModuleType, model: nn.Module) -> dict[str, Path]
     found: dict[str, Path] = {}
     while waiting:
         name = waiting.pop()
-        path = _user_file(sys.modules[name])
+        path = find_user_file(sys.modules[name])
         if path is None or name in found or sys.modules[name] is module:
             continue
         found[name] = path
@@ -124,7 +124,7 @@ def digest_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _user_file(module: ModuleType) -> Path | None:
+def find_user_file(module: ModuleType) -> Path | None:
     """Returns the module's Python file if it is the user's: neither installed, nor of the standard library,
     torch or secc."""
     file = getattr(module, "__file__", None)
@@ -148,7 +148,7 @@ def _installed_modules(model: nn.Module) -> set[str]:
         name
         for name in _defining_modules(model)
         if not is_internal_file(getattr(sys.modules[name], "__file__", None) or "<>")
-        and _user_file(sys.modules[name]) is None
+        and find_user_file(sys.modules[name]) is None
     }
 
 

@@ -379,7 +379,9 @@ class UserModel:
         """Load sample `i` again. Raises UserError if it is not `sample`, which was loaded with the same seed:
         several ranks may load a sample, each for its sections, and a resumed run loads it again."""
         again = self.load_sample(i, seed)
-        changed = [name for name in sample if name not in again or not _are_same(sample[name], again[name])]
+        changed = [
+            name for name in sample if name not in again or not are_same_values(sample[name], again[name])
+        ]
         if changed:
             raise UserError(
                 f"{self.sample_name(i)} is another sample when it is loaded again: {changed[0]!r} differs",
@@ -866,7 +868,7 @@ def _is_in_nested_list(key: str, argument: str) -> bool:
     return first == argument and sum(step.isdecimal() for step in steps) > 1
 
 
-def _are_same(value: Any, other: Any) -> bool:
+def are_same_values(value: Any, other: Any) -> bool:
     """Whether numbers, texts and tensors in two values are the same; of other objects nothing is known."""
     leaves, others = tree_leaves(value), tree_leaves(other)
     return len(leaves) == len(others) and all(map(_is_same_leaf, leaves, others))

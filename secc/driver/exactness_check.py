@@ -28,6 +28,7 @@ from secc.driver.global_switches import GlobalSwitch, find_global_switch
 from secc.driver.kept_state import is_in_any, refuse_kept_state
 from secc.driver.loaded_values import refuse_loaded_values
 from secc.driver.optional_inputs import ChangingInput, find_changing_input
+from secc.driver.process_values import refuse_process_values
 from secc.driver.python_draws import GeneratorStates, draws_error, naming_draws
 from secc.driver.set_between_steps import refuse_set_values
 from secc.driver.size_branches import find_size_branch
@@ -83,6 +84,7 @@ from secc.runtime.training.one_rank_plan import (
     StepComparison,
 )
 
+_LOADED_AGAIN = 4  # samples that are loaded in what stands for another process
 _MOST_UNMET_VALUES = 6  # that samples are compared with
 _MOST_FAILURES = 2  # of plain PyTorch with other values in an input of several numbers
 _HOOK_SCALE = 1024.0  # of the gradients that hooks see once more: those of a run may be larger than a check's
@@ -207,7 +209,7 @@ def _compare_with_eager(compiled: CompiledPlan, model: nn.Module) -> CompiledPla
     compiled, compared = with_fills(compiled, padding), with_fills(compared, padding)
     for pattern in compared.survey.micro_batch_patterns():
         samples = compared.survey.compose_batches(pattern)[-1]
-        refuse_kept_state(compiled.plan, compiled.user, model, samples, compiled.start)
+        refuse_kept_state(compiled.plan, compiled.user, model, samples, compiled.start, compiled.unloaded)
     try:
         patterns = compare_patterns(compared, model)
         for pattern in patterns:
@@ -630,8 +632,13 @@ def _compare_pattern(compiled: CompiledPlan, rank: OneRankPlan, pattern: frozens
         refuse_loaded_values(
             compiled.plan, compiled.user, rank.model, samples, reference.result, compiled.unloaded
         )
+    if not compiled.plan.checks.get("accepted"):
+        loaded = [d.index for d in compiled.survey.drawn_samples if d.sample is not None][:_LOADED_AGAIN]
+        refuse_process_values(
+            compiled.plan, compiled.user, compiled.write_sections, rank.model, samples, loaded
+        )
     _refuse_bounded_backwards(compiled, rank, samples)
-    _compare_many_samples(compiled, rank, samples)
+    _compare_numbers_of_samples(compiled, rank, samples)
     if not compiled.plan.checks.get("accepted"):
         refuse_set_values(
             compiled.user,
@@ -922,27 +929,31 @@ def _refuse_bounded_backwards(
     raise InexactPlan(message, found.source_line or str(rank.user.path), remedy)
 
 
-def _compare_many_samples(
+def _compare_numbers_of_samples(
     compiled: CompiledPlan, rank: OneRankPlan, samples: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raises UserError if the plan, which is exact, is not so for as many samples as a global batch has,
-    where blocks may decide by sizes."""
+    """Raises UserError if the plan, which is exact, is not so for as many samples as a global batch has, or
+    for a number of samples that code of blocks may treat otherwise than others."""
     assert compiled.model is not None
     count = min(compiled.plan.global_batch, MAX_BATCH_SAMPLES)
     blocks = [b for section in compiled.plan.sections if not section.whole_batch for b in section.blocks]
-    if len(samples) >= count or compiled.plan.checks.get("accepted"):
+    if compiled.plan.recorded:
+        blocks.append("")  # the whole model: statements between modules run for each micro-batch, too
+    if compiled.plan.checks.get("accepted") or (found := find_size_branch(compiled.model, blocks)) is None:
         return
-    if not (where := find_size_branch(compiled.model, blocks)):
-        return
-    many = [dict(sample) for sample in itertools.islice(itertools.cycle(samples), count)]
-    if count_entries(compiled.model, many) > _MOST_ENTRIES:
-        return
-    if rank.compare_step(many, CHECK_MICRO_BATCH, _run_reference(compiled, rank, many)).is_exact:
-        return
-    if coupling := _find_coupling(compiled, many):
-        raise coupling
-    message = f"{DecisionCause.SIZE}: {count} samples take another way than few of them"
-    raise UserError(message, where, _SIZE_REMEDY)
+    compared = [(n, 1) for n in sorted(found.numbers) if n <= count]
+    if len(samples) < count:
+        compared.append((count, CHECK_MICRO_BATCH))
+    for number, size in compared:
+        some = [dict(sample) for sample in itertools.islice(itertools.cycle(samples), number)]
+        if count_entries(compiled.model, some) > _MOST_ENTRIES:
+            return
+        if rank.compare_step(some, size, _run_reference(compiled, rank, some)).is_exact:
+            continue
+        if coupling := _find_coupling(compiled, some):
+            raise InexactPlan(f"with {number} samples, {coupling.message}", found.where, coupling.remedy)
+        message = f"{DecisionCause.SIZE}: {number} samples take another way than few of them"
+        raise UserError(message, found.where, _SIZE_REMEDY)
 
 
 def _refuse_batch_wide_values(

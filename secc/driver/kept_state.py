@@ -9,6 +9,7 @@ with the same batch and weights; and what such calls change is set to other valu
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext, suppress
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from secc.driver.cached_functions import CachedFunction
 from secc.driver.changed_weights import WeightChanges, watch_weights
 from secc.driver.start_state import (
     MOST_DEPTH,
@@ -34,7 +36,7 @@ from secc.driver.start_state import (
 from secc.errors import NotEnoughMemory, UserError
 from secc.runtime.model.item_seeds import seeded_rngs
 from secc.runtime.model.nested_batch import unflatten_batch
-from secc.runtime.model.source_lines import current_source_line, forward_source_line
+from secc.runtime.model.source_lines import current_source_line, format_source_line, forward_source_line
 from secc.runtime.model.user_file import UserModel, extract_loss
 from secc.runtime.plan.schema import Plan
 from secc.runtime.randomness.micro_batch_draws import forward_context
@@ -73,6 +75,7 @@ class KeptState:
     names: tuple[str, ...]
     owners: tuple[str, ...]
     where: str
+    keeper: str = "forward"  # the function that does so
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,18 @@ def refuse_kept_state(
     model: nn.Module,
     samples: Sequence[Mapping[str, Any]],
     start: StartState | None = None,
+    unloaded: StartState | None = None,
 ) -> None:
-    """Raises UserError if the loss of these samples depends on earlier calls of forward. `start` has the
-    values that the first call finds. Blocks that take all samples of a step at once may keep any."""
-    changed, found = find_kept_state(plan, user, model, samples, start)
+    """Raises UserError if the loss of these samples depends on earlier calls of forward or of collate.
+    `start` has the values that the first call finds, `unloaded` what files kept before any sample was loaded.
+    Blocks that take all samples of a step at once may keep any."""
+    changed, found = find_kept_state(plan, user, model, samples, start, unloaded)
     if changed is not None:
         raise _changed_weight_error(plan, user, changed)
     if found is None:
         return
     what = "keeps " + " and ".join(found.names) if found.names else "keeps something"
+    line = user.function_source_line("collate") if found.keeper != "forward" else user.forward_source_line
     every = [block for section in plan.sections for block in section.blocks]
     blocks = sorted({block for owner in found.owners for block in every if is_in_any(owner, [block])})
     remedy = (
@@ -110,9 +116,9 @@ def refuse_kept_state(
     if blocks and len(blocks) == len(set(found.owners)):
         remedy += "; or " + " ".join(f"--whole-batch {b}" for b in blocks) + ", called once in a step"
     raise UserError(
-        f"forward {what} from one call to the next, and the loss depends on it; plain PyTorch calls it once"
-        " in a step, a plan once for each micro-batch, on several ranks",
-        found.where or user.forward_source_line or str(user.path),
+        f"{found.keeper} {what} from one call to the next, and the loss depends on it; plain PyTorch calls it"
+        " once in a step, a plan once for each micro-batch, on several ranks",
+        found.where or line or str(user.path),
         remedy,
     )
 
@@ -145,11 +151,12 @@ def find_kept_state(
     model: nn.Module,
     samples: Sequence[Mapping[str, Any]],
     start: StartState | None = None,
+    unloaded: StartState | None = None,
 ) -> tuple[ChangedWeight | None, KeptState | None]:
     """Returns a parameter that forward changes as a plan would not, and what the loss of `samples` depends on
     that earlier calls have left, both outside of blocks that take all samples of a step at once; None for
-    what is not there, or if forward fails. Without `start`, what only a first call sets is not seen. Values
-    are given back."""
+    what is not there, or if forward fails. Without `start`, what only a first call sets is not seen; without
+    `unloaded`, what only a first call of collate sets is not. Values are given back."""
     undivided = [block for section in plan.sections if section.whole_batch for block in section.blocks]
     randomness = PlanRandomness(model, plan.draws, plan.symbols)
     lines = dict[tuple[int, str], str]()
@@ -235,7 +242,7 @@ def find_kept_state(
         begin()
         lines.clear()
         outcome, changes = run_forward(samples, gradients=True)
-        whole = _read_values(model, user)
+        whole, filled = _read_values(model, user), start.filled_caches if start else []
         if (weight := find_weight(changes, begin)) is not None:
             return weight, None
         for some in (half, samples[len(samples) // 2 :], *([s] for s in samples[:_SINGLE])):
@@ -245,25 +252,41 @@ def find_kept_state(
             kept = [v for v in iter_values(model, user) if not are_equal(v.read(), whole.get(v.name))]
             again = partial(compute_all, gradients=bool(kept))
             if (kept or len(some) > 1) and _differ(_outcome_or_nan(again), outcome):
-                return None, _describe(model, kept, lines)
+                found = _describe(model, kept, lines)
+                return None, found if found.names else _describe_caches(filled)
             if kept and all(are_equal(v.read(), whole.get(v.name)) for v in kept):
                 break  # each call writes them again, whatever was there
         return None, None
+
+    def begin_again() -> None:
+        assert start is not None
+        start.restore_values(undivided)
+
+    def begin_unloaded() -> None:
+        begin_again()
+        assert unloaded is not None
+        unloaded.restore_values()
 
     half, found, failed = samples[: (len(samples) + 1) // 2], (None, None), False
     try:
         found = find_between_calls()
     except Exception:  # whatever the user's code raises; comparisons with the plan say it
         failed = True
-    if start is None or found != (None, None) or not (failed or start.is_changed()):
+    is_changed = start is not None and (failed or unloaded is not None or start.is_changed())
+    if start is None or found != (None, None) or not is_changed:
         _restore(initial)
         return found
     before = StartState(model, user)
     try:
         start.restore_parameters()
-        return find_of_first_call(partial(start.restore_values, undivided))
+        found = find_of_first_call(begin_again)
+        if unloaded is not None and found == (None, None):
+            weight, kept = find_of_first_call(begin_unloaded)
+            found = weight, kept and dataclasses.replace(kept, keeper="collate()")
     except Exception:
         return None, None
+    else:
+        return found
     finally:
         before.restore_values()
         _restore(initial)
@@ -336,6 +359,13 @@ def _describe(model: nn.Module, kept: Sequence[KeptValue], lines: Mapping[tuple[
         attribute = value.name.removeprefix("self.").removeprefix(f"{value.owner}.")
         where = lines.get((id(owner), attribute), "") or forward_source_line(type(owner))
     return KeptState(tuple(dict.fromkeys(v.name for v in kept))[:3], owners, where)
+
+
+def _describe_caches(functions: Sequence[CachedFunction]) -> KeptState:
+    """Returns the state that the results of functions with a cache are."""
+    names = dict.fromkeys(f"the results of {f.name}(), which has a cache," for f in functions)
+    code = next((f.without_cache.__code__ for f in functions), None)
+    return KeptState(tuple(names)[:3], (), format_source_line(code, code.co_firstlineno) if code else "")
 
 
 def _is_read(value: KeptValue, compute: Callable[[], _Outcome], outcome: _Outcome) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 
 from torch import nn
@@ -20,12 +21,25 @@ from secc.runtime.model.function_blocks import FunctionBlock
 
 _SIZES = {"shape", "size", "numel"}
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_EQUALITIES = (ast.Eq, ast.NotEq, ast.In, ast.NotIn)
+_SMALL_NUMBERS = range(2, 8)  # of samples
 
 
-def find_size_branch(model: nn.Module, blocks: Sequence[str]) -> str:
-    """Returns file:line of the first function of the user's in one of the blocks that compares and looks at
-    sizes, or takes a part of fixed length; "" if there is none."""
-    return next(filter(None, map(_find_branch, _functions_of_blocks(model, blocks))), "")
+@dataclass(frozen=True)
+class SizeBranch:
+    """Code that may depend on how many samples there are. where: file:line of the first. numbers: those that
+    may be treated otherwise than others: small ones, and what sizes are compared with."""
+
+    where: str
+    numbers: frozenset[int] = frozenset()
+
+
+def find_size_branch(model: nn.Module, blocks: Sequence[str]) -> SizeBranch | None:
+    """Returns what functions of the user's in the blocks decide by sizes: they compare and look at sizes,
+    take a part of fixed length, or call `torch.cross` without a dim, which takes the first of three entries;
+    None if there is nothing."""
+    found = [b for f in _functions_of_blocks(model, blocks) for b in _find_branches(f)]
+    return SizeBranch(found[0].where, frozenset[int]().union(*(b.numbers for b in found))) if found else None
 
 
 def _functions_of_blocks(model: nn.Module, blocks: Sequence[str]) -> Iterator[FunctionType]:
@@ -47,19 +61,58 @@ def _functions_of_blocks(model: nn.Module, blocks: Sequence[str]) -> Iterator[Fu
             waiting += (f for f in named if isinstance(f, FunctionType) and f.__globals__ is own)
 
 
-def _find_branch(function: FunctionType) -> str:
+def _find_branches(function: FunctionType) -> Iterator[SizeBranch]:
     names = {*function.__code__.co_names}
     try:
         source, line = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(source)))
     except (OSError, SyntaxError, TypeError):
-        return ""
+        return
     looks = bool(names & _SIZES) or "len" in names
-    for node in ast.walk(tree):
-        compares = isinstance(node, ast.Compare) and any(isinstance(op, _ORDERS) for op in node.ops)
-        if isinstance(node, ast.expr) and ((compares and looks) or _is_long_slice(node)):
-            return f"{function.__code__.co_filename}:{line + node.lineno - 1}"
-    return ""
+    for node in (n for n in ast.walk(tree) if isinstance(n, ast.expr)):
+        orders = isinstance(node, ast.Compare) and any(isinstance(op, _ORDERS) for op in node.ops)
+        chosen = _numbers_of_equality(node) if looks else ()
+        if _is_cross_without_dim(node):
+            chosen = _SMALL_NUMBERS
+        if chosen or (orders and looks) or _is_long_slice(node):
+            where = f"{function.__code__.co_filename}:{line + node.lineno - 1}"
+            yield SizeBranch(where, frozenset(chosen))
+
+
+def _numbers_of_equality(node: ast.expr) -> Iterable[int]:
+    """Returns the numbers of samples that an expression may treat otherwise than others: it compares whether
+    two numbers are equal, or takes a remainder."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        sides = [node.left, node.right]
+    elif isinstance(node, ast.Compare) and any(isinstance(op, _EQUALITIES) for op in node.ops):
+        sides = [node.left, *node.comparators]
+    else:
+        return ()
+    inner = [n for side in sides for n in (side.elts if isinstance(side, (ast.Tuple, ast.Set)) else [side])]
+    constants = [n.value for n in inner if isinstance(n, ast.Constant)]
+    if any(type(value) is not int for value in constants) or any(map(_counts_dims, inner)):
+        return ()
+    return {*_SMALL_NUMBERS, *(value for value in constants if value > 1)}
+
+
+def _counts_dims(node: ast.expr) -> bool:
+    """Whether an expression is the number of a tensor's dims."""
+    named = node.func if isinstance(node, ast.Call) else node
+    return isinstance(named, ast.Attribute) and named.attr in ("dim", "ndim")
+
+
+def _is_cross_without_dim(node: ast.expr) -> bool:
+    if (
+        not isinstance(node, ast.Call)
+        or not isinstance(node.func, ast.Attribute)
+        or node.func.attr != "cross"
+    ):
+        return False
+    owner = node.func.value
+    is_function = isinstance(owner, ast.Name) and owner.id == "torch"
+    is_linalg = isinstance(owner, ast.Attribute) and owner.attr == "linalg"
+    has_dim = len(node.args) > 1 + is_function or any(k.arg in ("dim", "axis") for k in node.keywords)
+    return not has_dim and not is_linalg
 
 
 def _is_long_slice(node: ast.expr) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from collections import deque
 from collections.abc import Collection, Iterator
 from types import CellType, FunctionType, ModuleType
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from secc.driver.cached_functions import CachedFunction, find_cached_functions, is_cached
+from secc.runtime.model.imported_code import find_user_file
 from secc.runtime.model.user_file import UserModel
 
 LIBRARIES = ("torch", "transformers", "diffusers", "timm", "peft", "accelerate")
@@ -44,6 +47,7 @@ class StartState:
         self._entries = [(owner, c, _read(c)) for owner, c in containers]
         arrays = ((owner, a) for owner, _, entries in self._entries for a in _arrays(entries))
         self._arrays = [(owner, a, _clone(a)) for owner, a in arrays]
+        self._caches = [(f, f.has_results) for f in find_cached_functions(user_files(model, user))]
         self._sums = _sum_parameters(model) if with_modules and with_parameters else {}
 
     def is_changed(self) -> bool:
@@ -52,9 +56,17 @@ class StartState:
 
     def has_other_values(self) -> bool:
         """Whether anything but parameters is kept otherwise than at the start."""
-        return any(not _have_equal_entries(_read(c), start) for _, c, start in self._entries) or any(
-            not are_equal(a, start) for _, a, start in self._arrays
+        return (
+            any(not _have_equal_entries(_read(c), start) for _, c, start in self._entries)
+            or any(not are_equal(a, start) for _, a, start in self._arrays)
+            or bool(self.filled_caches)
         )
+
+    @property
+    def filled_caches(self) -> list[CachedFunction]:
+        """The user's functions with a cache (`functools.lru_cache`) that had no results at the start and have
+        some now."""
+        return [f for f, had_results in self._caches if f.now.has_results and not had_results]
 
     @torch.no_grad()
     def restore_values(self, left_out: Collection[str] = ()) -> None:
@@ -65,6 +77,8 @@ class StartState:
         for owner, array, start in self._arrays:
             if not is_in_any(owner, left_out) and not are_equal(array, start):
                 array[...] = start
+        for cached, had_results in self._caches:
+            cached.restore(had_results)
 
     @torch.no_grad()
     def restore_parameters(self) -> None:
@@ -105,12 +119,30 @@ def user_classes(model: nn.Module) -> list[type]:
 
 
 def user_files(model: nn.Module, user: UserModel) -> list[dict[str, Any]]:
-    """Returns the globals of the model file and of the files that define its modules' classes."""
-    files = {id(vars(user.module)): vars(user.module)}
-    for cls in user_classes(model):
-        for code in (c for c in vars(cls).values() if isinstance(c, FunctionType)):
-            files.setdefault(id(code.__globals__), code.__globals__)
+    """Returns the globals of the model file, of the files that define its modules' classes, and of the user's
+    files from which these have functions or modules."""
+    own = (code for cls in user_classes(model) for code in vars(cls).values())
+    waiting = [vars(user.module), *(c.__globals__ for c in own if isinstance(c, FunctionType))]
+    files = dict[int, dict[str, Any]]()
+    while waiting:
+        file = waiting.pop(0)
+        if id(file) not in files:
+            files[id(file)] = file
+            waiting += _imported_files(file)
     return list(files.values())
+
+
+def _imported_files(file: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the globals of the user's files of which modules and functions are among the globals of one."""
+    names = {
+        content.__name__ if isinstance(content, ModuleType) else getattr(content, "__module__", None)
+        for content in file.values()
+        if isinstance(content, (ModuleType, FunctionType)) or is_cached(content)
+    }
+    for name in names - {file.get("__name__")}:
+        module = sys.modules.get(name or "")
+        if module is not None and find_user_file(module) is not None:
+            yield vars(module)
 
 
 def is_plain_object(content: Any) -> bool:

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-_CachedFunction = type(functools.lru_cache(lambda: None))
+from secc.driver.cached_functions import find_cached_functions
+
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ARITHMETIC = ("add", "sub", "mul", "floordiv", "truediv", "mod", "and", "or", "xor", "lshift", "rshift")
 _JUMPING = ("mod", "floordiv", "and", "or__", "shift", "invert", "round", "floor", "ceil", "trunc")
@@ -221,14 +221,10 @@ def watched_conversions(files: Iterable[dict[str, Any]]) -> Iterator[None]:
     """Lets `int(...)` and `float(...)` keep numbers watched in files, which are given by their globals, and
     lets their functions with a cache (`functools.lru_cache`) compute what they may have computed before."""
     files = list(files)
-    classes = (
-        c for f in files for c in f.values() if isinstance(c, type) and c.__module__ == f.get("__name__")
-    )
-    cached = [(partial(setattr, c), n, f) for c in dict.fromkeys(classes) for n, f in _cached(vars(c))]
-    cached += [(file.__setitem__, n, f) for file in files for n, f in _cached(file)]
+    cached = find_cached_functions(files)
     changed = [(f, name) for f in files for name in ("int", "float") if name not in f]
-    for replace, name, function in cached:
-        replace(name, function.__wrapped__)
+    for function in cached:
+        function.put(function.without_cache)
     for file, name in changed:
         file[name] = _Int if name == "int" else _Float
     try:
@@ -236,10 +232,5 @@ def watched_conversions(files: Iterable[dict[str, Any]]) -> Iterator[None]:
     finally:
         for file, name in changed:
             del file[name]
-        for replace, name, function in cached:
-            replace(name, function)
-
-
-def _cached(names: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the functions that `functools.lru_cache` or `functools.cache` has made, with their names."""
-    return [(n, f) for n, f in names.items() if isinstance(f, _CachedFunction)]
+        for function in cached:
+            function.put(function.function)

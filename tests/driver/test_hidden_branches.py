@@ -62,6 +62,8 @@ def dataset():
     return [{"x": torch.randn(16, generator=g), "y": torch.randint(0, 5, (), generator=g)} for _ in range(96)]
 """
 
+TRIPLES = "x[:, :12].unflatten(1, (4, 3)), x[:, 4:].unflatten(1, (4, 3))"
+
 
 def check(folder: Path, inside: str = "pass", bounded: str = "g", more: str = "") -> CompiledPlan:
     path = folder / "net.py"
@@ -82,6 +84,45 @@ def test_what_blocks_do_for_many_samples_is_compared(line: str, tmp_path: Path) 
     with pytest.raises(UserError, match=r"when other samples come|take another way than few") as refused:
         check(tmp_path, line)
     assert "net.py:" in refused.value.where
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"x = x + torch.cross({TRIPLES}).mean((1, 2))[:, None]",
+        "x = 2 * x if len(x) == 3 else x",
+        "x = 2 * x if x.shape[0] in (6, 11) else x",
+        "x = x * (1 + x.size(0) % 5)",
+        "x = x @ x.T @ x if x.shape[0] == 9 else x",
+    ],
+)
+def test_what_blocks_do_for_certain_numbers_of_samples_is_compared(line: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"first and second .*|another way than few") as refused:
+        check(tmp_path, line)
+    assert "net.py:" in refused.value.where
+
+
+def test_a_cross_product_without_a_dim_between_modules_is_compared_for_three_samples(tmp_path: Path) -> None:
+    folder = tmp_path / "between"
+    folder.mkdir()
+    turned = f"self.first(x + F.pad(torch.cross({TRIPLES}).flatten(1), (0, 4)))"
+    code = MODEL.replace("self.first(x)", turned)
+    (folder / "net.py").write_text(code.replace("INSIDE", "pass").replace("BOUNDED", "g"))
+    options = CompileOptions(cluster="local:2", global_batch=64)
+    with pytest.raises(UserError, match=r"by the size of a batch: 3 samples") as refused:
+        check_exactness(compile_model(folder / "net.py", options), required=True)
+    assert "net.py:" in refused.value.where
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"x = x + torch.cross({TRIPLES}, -1).mean((1, 2))[:, None]",
+        "x = x if x.dim() == 2 and x.shape[1] == 16 else 2 * x",
+    ],
+)
+def test_sizes_of_a_sample_that_blocks_compare_are_accepted(line: str, tmp_path: Path) -> None:
+    check(tmp_path, line)
 
 
 def test_branches_by_sizes_that_keep_samples_apart_are_accepted(tmp_path: Path) -> None:

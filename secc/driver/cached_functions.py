@@ -1,0 +1,69 @@
+"""The user's functions that keep their results (`functools.lru_cache`, `functools.cache`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_Cached = type(functools.lru_cache(lambda: None))
+
+
+@dataclass(frozen=True)
+class CachedFunction:
+    """A function with a cache, and where a file or a class holds it."""
+
+    holder: dict[str, Any] | type
+    name: str
+    function: Any
+
+    @property
+    def now(self) -> CachedFunction:
+        """What the same place holds now."""
+        names = self.holder if isinstance(self.holder, dict) else vars(self.holder)
+        return CachedFunction(self.holder, self.name, names.get(self.name))
+
+    @property
+    def has_results(self) -> bool:
+        """Whether the cache has any results."""
+        return is_cached(self.function) and self.function.cache_info().currsize > 0
+
+    @property
+    def without_cache(self) -> Callable[..., Any]:
+        """The function itself, which computes at every call."""
+        return self.function.__wrapped__
+
+    def put(self, function: Callable[..., Any]) -> None:
+        """Puts another function in its place."""
+        if isinstance(self.holder, dict):
+            self.holder[self.name] = function
+        else:
+            setattr(self.holder, self.name, function)
+
+    def restore(self, had_results: bool) -> None:
+        """Puts this function in its place again, with an empty cache if that `had_results` not."""
+        if not self.has_results or had_results:
+            self.put(self.function)
+        elif self.now.has_results:
+            self.put(functools.lru_cache(**self.function.cache_parameters())(self.without_cache))
+
+
+def is_cached(content: Any) -> bool:
+    """Whether this is a function with a cache."""
+    return isinstance(content, _Cached)
+
+
+def find_cached_functions(files: Iterable[dict[str, Any]]) -> list[CachedFunction]:
+    """Returns the functions with a cache of files, which are given by their globals, and of their classes."""
+    files = list(files)
+    classes = (
+        c for f in files for c in f.values() if isinstance(c, type) and c.__module__ == f.get("__name__")
+    )
+    holders = [*files, *dict.fromkeys(classes)]
+    return [CachedFunction(h, n, f) for h in holders for n, f in _named_functions(h)]
+
+
+def _named_functions(holder: dict[str, Any] | type) -> Iterator[tuple[str, Any]]:
+    names = holder if isinstance(holder, dict) else vars(holder)
+    yield from ((name, function) for name, function in names.items() if is_cached(function))

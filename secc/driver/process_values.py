@@ -1,0 +1,232 @@
+"""Finds values that differ from process to process and that reach the loss: a process's number, its rank, its
+clock, a hash of a text, random numbers that are drawn while a file is imported, and whatever a function with
+a cache keeps of them.
+
+Plain PyTorch computes in one process, a plan in one for each rank, and samples are loaded in others. So the
+user's files are imported twice, as two processes would, and the plan computes a step in both.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dataclasses
+import io
+import os
+import platform
+import random
+import re
+import socket
+import sys
+import tempfile
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from torch import nn
+
+from secc.errors import NotEnoughMemory, UserError
+from secc.runtime.model.imported_code import find_imported_files
+from secc.runtime.model.item_seeds import seeded_rngs
+from secc.runtime.model.source_lines import format_source_line
+from secc.runtime.model.user_file import UserModel, are_same_values, load_model_file
+from secc.runtime.parameters.mixed_precision import cast_model
+from secc.runtime.plan.schema import Plan
+from secc.runtime.training.eager_reference import REFERENCE_SEED, LossAndGradients, compare_results
+from secc.runtime.training.one_rank_plan import OneRankPlan
+
+_PID = 91_003
+_NAMED = re.compile(
+    r"\b(getp?pid|environ|getenv|gethostname|node|urandom|uuid\d|getnode|time|time_ns|monotonic|perf_counter"
+    r"|hash|random|is_initialized|get_rank|get_world_size|lru_cache|cache)\b"
+)
+_OF_RANK = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "HOSTNAME": "node1"}
+_PASSING_MODULES = {"os", "collections.abc", "_collections_abc"}  # whatever calls these reads the environment
+_Read = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _ProcessStep:
+    """What a step gave in one process, and the items of the dataset; None for the step if it failed."""
+
+    result: LossAndGradients | None
+    model: nn.Module
+    items: Sequence[Mapping[str, Any]]
+
+
+def refuse_process_values(
+    plan: Plan,
+    user: UserModel,
+    write_sections: Callable[[Path], None],
+    model: nn.Module,
+    samples: Sequence[Mapping[str, Any]],
+    indices: Sequence[int],
+) -> None:
+    """Raises UserError if a step of the plan on these samples, or the dataset's items with these indices,
+    are others in another process."""
+    imported = find_imported_files(user.module, model)
+    files = {str(user.path.resolve()), *map(str, imported.values())}
+    if not any(_NAMED.search(Path(file).read_text(encoding="utf-8")) for file in sorted(files)):
+        return
+    reads = list[tuple[str, str]]()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name) / "plan"
+        write_sections(directory)
+
+        def run(weights: nn.Module | None) -> _ProcessStep | None:
+            with _imported_again(imported), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return _run_process(plan, user, directory, samples, indices, weights)
+
+        try:
+            with _seeded(0):
+                first = run(None)
+            with _seeded(1), _another_process(files, reads):
+                other = run(first.model if first else None)
+        except NotEnoughMemory:
+            raise
+        except Exception:  # a file that cannot be imported twice, a model that cannot be built twice
+            return
+    if first is None or other is None or first.result is None:
+        return
+    if other.result is None or not compare_results(other.result, first.result).is_exact:
+        raise _process_error("the loss", reads, user)
+    if any(not are_same_values(a, b) for a, b in zip(first.items, other.items, strict=True)):
+        raise _process_error("what dataset() returns for a sample", reads, user)
+
+
+def _process_error(what: str, reads: Sequence[tuple[str, str]], user: UserModel) -> UserError:
+    drawn = "a random number that an import or a function with a cache draws"
+    named = " or ".join(dict.fromkeys(name for name, _ in reads)) or drawn
+    return UserError(
+        f"{what} depends on {named}, which differs from process to process: ranks and their loaders are"
+        " processes of their own",
+        next((where for _, where in reads), "") or str(user.path),
+        "let it follow from the sample, the weights or a constant; numbers that dataset() draws for a sample"
+        " are seeded by (seed, epoch, i)",
+    )
+
+
+def _run_process(
+    plan: Plan,
+    user: UserModel,
+    directory: Path,
+    samples: Sequence[Mapping[str, Any]],
+    indices: Sequence[int],
+    weights: nn.Module | None,
+) -> _ProcessStep:
+    """Imports the model file, builds the model, with these weights if any are given, and computes a step of
+    the plan."""
+    again = load_model_file(user.path)
+    again.function_blocks = user.function_blocks
+    if user.is_small:
+        again = again.as_small()
+    with contextlib.redirect_stdout(io.StringIO()):
+        with seeded_rngs(REFERENCE_SEED):
+            model = again.build_model()
+        items = [again.load_sample(i) for i in indices]
+    cast_model(model, plan.dtype)
+    if weights is not None:
+        _copy_weights(weights, model)
+    rank = OneRankPlan(plan, directory, again, model)
+    try:
+        return _ProcessStep(rank.run_step(samples), model, items)
+    except NotEnoughMemory:
+        raise
+    except Exception:  # whatever the user's code raises
+        return _ProcessStep(None, model, items)
+
+
+@torch.no_grad()
+def _copy_weights(weights: nn.Module, model: nn.Module) -> None:
+    """One process builds the weights of a run, whatever builds the model there."""
+    given = dict((*weights.named_parameters(), *weights.named_buffers()))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.copy_(given[name])
+
+
+@contextmanager
+def _imported_again(imported: Mapping[str, Path]) -> Iterator[None]:
+    """Lets these modules be imported again, and gives the present ones back."""
+    present = {name: sys.modules.pop(name) for name in imported}
+    try:
+        yield
+    finally:
+        sys.modules.update(present)
+
+
+@contextmanager
+def _seeded(number: int) -> Iterator[None]:
+    """Begins with other states of all generators for another number, and gives them back."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(number)
+        np.random.seed(number)
+        torch.manual_seed(number)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+@contextmanager
+def _another_process(files: set[str], reads: list[tuple[str, str]]) -> Iterator[None]:
+    """Gives code in these files what it would read in another process, and adds what it reads, and the line,
+    to `reads`."""
+
+    def reader(name: str, read: _Read, read_there: _Read) -> _Read:
+        def read_changed(*args: Any) -> Any:
+            frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+            while frame.f_globals.get("__name__") in _PASSING_MODULES and frame.f_back is not None:
+                frame = frame.f_back
+            changed = read_there(*args) if frame.f_code.co_filename in files else None
+            if changed is None:
+                return read(*args)
+            reads.append((name, format_source_line(frame.f_code, frame.f_lineno)))
+            return changed
+
+        return read_changed
+
+    distributed: Any = torch.distributed
+    node, pid, hour = f"{platform.node()}-1", os.getpid() + _PID, 3600.0
+    read_time, read_clock, read_timer = time.time, time.monotonic, time.perf_counter
+    changes: list[tuple[Any, str, str, _Read]] = [
+        (os, "getpid", "os.getpid()", lambda: pid),
+        (os, "getppid", "os.getppid()", lambda: pid),
+        (os, "urandom", "os.urandom()", random.randbytes),
+        (type(os.environ), "__getitem__", "os.environ", lambda _, name: _OF_RANK.get(name)),
+        (socket, "gethostname", "socket.gethostname()", lambda: node),
+        (platform, "node", "platform.node()", lambda: node),
+        (uuid, "getnode", "uuid.getnode()", lambda: pid),
+        (uuid, "uuid1", "uuid.uuid1()", lambda *_: uuid.UUID(int=random.getrandbits(128))),
+        (uuid, "uuid4", "uuid.uuid4()", lambda: uuid.UUID(int=random.getrandbits(128))),
+        (time, "time", "time.time()", lambda: read_time() + hour),
+        (time, "time_ns", "time.time_ns()", lambda: int((read_time() + hour) * 1e9)),
+        (time, "monotonic", "time.monotonic()", lambda: read_clock() + hour),
+        (time, "perf_counter", "time.perf_counter()", lambda: read_timer() + hour),
+        (builtins, "hash", "the hash of a text", _hash_text),
+        (distributed, "is_initialized", "torch.distributed", lambda: True),
+        (distributed, "get_rank", "torch.distributed", lambda *_: 1),
+        (distributed, "get_world_size", "torch.distributed", lambda *_: 2),
+    ]
+    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _, _ in changes]
+    for owner, attribute, name, read_there in changes:
+        setattr(owner, attribute, reader(name, getattr(owner, attribute), read_there))
+    try:
+        yield
+    finally:
+        for owner, attribute, read in before:
+            setattr(owner, attribute, read)
+
+
+def _hash_text(content: Any) -> int | None:
+    """Returns the hash of a text in another process; None for what has the same hash there."""
+    return hash(("another process", content)) if isinstance(content, (str, bytes)) else None
