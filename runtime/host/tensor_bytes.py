@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
+
+_DIGEST_BYTES = 6  # exact in a float64
 
 
 def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -13,3 +17,14 @@ def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """
     entries = tensor.detach().contiguous()
     return entries.as_strided((entries.numel(),), (1,)).view(torch.uint8)
+
+
+def tensor_digest(tensor: torch.Tensor) -> float:
+    """Returns a number that follows from all bytes of a tensor."""
+    return bytes_digest(view_bytes(tensor.cpu()).numpy().data)
+
+
+def bytes_digest(content: bytes | memoryview) -> float:
+    """Returns a number that follows from all of some bytes."""
+    digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+    return float(int.from_bytes(digest, "little"))

@@ -7,7 +7,6 @@ differ from then on, and no loss would show it.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from secc.runtime.errors import UserError
-from secc.runtime.host.tensor_bytes import view_bytes
+from secc.runtime.host.tensor_bytes import tensor_digest
 
 Exchange = Callable[[Sequence[float]], torch.Tensor]  # each rank's numbers to those of all, [ranks, n]
-_DIGEST_BYTES = 6  # exact in a float64
 
 
 @dataclass(frozen=True)
@@ -58,16 +56,10 @@ def find_unequal_write(
         return None
     writes = exchange([float(name in written) for name in names])
     found = [name for name, count in zip(names, writes.sum(0).tolist(), strict=True) if count]
-    digests = exchange([_digest(tensors[name]) if name in tensors else math.nan for name in found])
+    digests = exchange([tensor_digest(tensors[name]) if name in tensors else math.nan for name in found])
     for name, column in zip(found, digests.T.tolist(), strict=True):
         holders = [rank for rank, digest in enumerate(column) if not math.isnan(digest)]
         if len({column[rank] for rank in holders}) > 1:
             writers = writes[:, names.index(name)].nonzero().flatten().tolist()
             return UnequalWrite(name, tuple(writers), tuple(holders))
     return None
-
-
-def _digest(tensor: torch.Tensor) -> float:
-    """Returns a number that follows from all bytes of a tensor."""
-    digest = hashlib.blake2b(view_bytes(tensor.cpu()).numpy().data, digest_size=_DIGEST_BYTES).digest()
-    return float(int.from_bytes(digest, "little"))

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from secc.runtime.errors import UserError
+from secc.runtime.host.tensor_bytes import tensor_digest
 from secc.runtime.model.source_lines import current_source_line
 from secc.runtime.parameters.gradient_reduction import build_reduction_groups
 from secc.runtime.parameters.rank_weights import canonical_names, parameter_names_of_rank
@@ -44,6 +45,8 @@ _DESCRIPTIONS = {
     ),
     *("size", "numel", "nelement", "dim", "stride", "element_size", "is_floating_point", "is_complex"),
 }
+# Methods of a tensor that hand its memory to code that torch does not see.
+_MEMORY_VIEWS = {"numpy", "__array__", "__dlpack__", "storage", "untyped_storage", "data_ptr"}
 _SET_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
 Hook = Callable[..., Any]
 
@@ -80,6 +83,20 @@ class _AssignedData(TorchFunctionMode):
         return args[0].data.copy_(args[1])
 
 
+class _ViewedMemory(TorchFunctionMode):
+    """Calls `note` with each tensor before code gets its memory as that of another library (`.numpy()`)."""
+
+    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _MEMORY_VIEWS and isinstance(args[0], torch.Tensor):
+            with torch._C.DisableTorchFunction():
+                self._note(args[0])
+        return func(*args, **(kwargs or {}))
+
+
 class WrittenTensors(TorchDispatchMode):
     """Calls `note` with each tensor before an operation writes to it."""
 
@@ -103,7 +120,8 @@ class PartialWeights:
     """The weights and buffers of a rank's model that code between steps may not use, by name, each with the
     reason. missing: not held, or in parts only. unshared: what hooks of the optimizer write to it is lost.
     unwritable: what callbacks write to it is lost, or comes too late. slots: where modules keep each weight
-    that this rank holds whole (a dict and a key)."""
+    that this rank holds whole (a dict and a key). viewed: weights of which callbacks have got the memory, as
+    by `.numpy()`, each with the line; they may write to it at any later call."""
 
     rank: int
     missing: Mapping[str, str]
@@ -111,6 +129,7 @@ class PartialWeights:
     tensors: Mapping[str, torch.Tensor]
     unwritable: Mapping[str, str] = field(default_factory=dict[str, str])
     slots: Sequence[tuple[str, dict[str, Any], str]] = ()
+    viewed: dict[str, str] = field(default_factory=dict[str, str])
 
     def watch_hooks(self, optimizer: optim.Optimizer) -> None:
         """Lets the hooks of an optimizer's steps raise UserError where they use such a weight, unless it is
@@ -129,26 +148,41 @@ class PartialWeights:
         a trained one, which the optimizer would not follow, it is refused."""
         watched, places = self._watch(name, function, self.missing), _by_storage(self.tensors)
 
-        def note_write(tensor: torch.Tensor) -> None:
+        def note_write(weight: str, where: str) -> None:
+            if weight in self.unwritable:
+                raise UserError(
+                    f"{name} writes to {weight}: rank {self.rank} {self.unwritable[weight]}",
+                    where,
+                    "let on_step only read weights; hooks of the optimizer may write to the parameters that"
+                    " optimizer() gets",
+                )
+            written.add(weight)
+
+        def note_written_tensor(tensor: torch.Tensor) -> None:
             for weight in _find_overlapping(tensor, places):
-                if weight in self.unwritable:
-                    raise UserError(
-                        f"{name} writes to {weight}: rank {self.rank} {self.unwritable[weight]}",
-                        current_source_line(),
-                        "let on_step only read weights; hooks of the optimizer may write to the parameters"
-                        " that optimizer() gets",
-                    )
-                written.add(weight)
+                note_write(weight, current_source_line())
 
         @wraps(function)
         def call_watched(*args: Any, **kwargs: Any) -> Any:
             slots = [(weight, table, key, table[key]) for weight, table, key in self.slots]
-            with _AssignedData(self.tensors.values()), WrittenTensors(note_write):
+            before = {weight: tensor_digest(self.tensors[weight]) for weight in self.viewed}
+
+            def note_view(tensor: torch.Tensor) -> None:
+                for weight in _find_overlapping(tensor, places):
+                    if weight not in before:
+                        before[weight] = tensor_digest(self.tensors[weight])
+                        self.viewed[weight] = current_source_line()
+
+            modes = _AssignedData(self.tensors.values()), WrittenTensors(note_written_tensor)
+            with modes[0], modes[1], _ViewedMemory(note_view):
                 result = watched(*args, **kwargs)
-                for weight, table, key, before in slots:
-                    if (now := table.get(key)) is not before:
-                        table[key] = before
-                        _write_through(name, weight, before, now)
+                for weight, table, key, present in slots:
+                    if (now := table.get(key)) is not present:
+                        table[key] = present
+                        _write_through(name, weight, present, now)
+            for weight, digest in before.items():
+                if weight not in written and tensor_digest(self.tensors[weight]) != digest:
+                    note_write(weight, self.viewed[weight])
             return result
 
         return call_watched

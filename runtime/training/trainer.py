@@ -50,6 +50,7 @@ from secc.runtime.parameters.elementwise_check import (
     why_not_elementwise,
     why_not_stepwise,
 )
+from secc.runtime.parameters.equal_values import SetValues, find_unequal_value
 from secc.runtime.parameters.equal_writes import find_unequal_write
 from secc.runtime.parameters.gradient_reduction import GradientReducer, build_reduction_groups
 from secc.runtime.parameters.host_copies import HostCopies
@@ -232,6 +233,7 @@ class Trainer:
             copied={n for n, p in params.items() if p in copied},
             early=self._find_early_sections(),
         )
+        self._set_values = SetValues(model, context.user_model)
         if self.optimizer is not None:
             self._partial_weights.watch_hooks(self.optimizer)
         self._initial_options = (
@@ -611,8 +613,10 @@ class Trainer:
         written = set[str]()
         if self._callbacks.hears_steps:
             self.gathers.finish_all()
-            self._call_on_step(result, written)
         if self._any_rank_hears_steps:
+            self._set_values.begin()
+            if self._callbacks.hears_steps:
+                self._call_on_step(result, written)
             self._refuse_unequal_writes(written)
         if self._evaluator is not None and self._is_evaluation_due():
             self.evaluate()
@@ -649,6 +653,8 @@ class Trainer:
         found = find_unequal_write(self._weight_names, whole, written, failed, exchange_numbers)
         if found is not None:
             raise found.as_error("on_step")
+        if (value := find_unequal_value(self._set_values, failed, exchange_numbers)) is not None:
+            raise value.as_error("on_step")
 
     def _find_early_sections(self) -> list[str]:
         """Names the sections of this rank that compute for the next step before a step has ended."""

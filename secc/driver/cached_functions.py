@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_Cached = type(functools.lru_cache(lambda: None))
+from secc.runtime.model.kept_values import is_cached
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,6 @@ class CachedFunction:
             self.put(self.function)
         elif self.now.has_results:
             self.put(functools.lru_cache(**self.function.cache_parameters())(self.without_cache))
-
-
-def is_cached(content: Any) -> bool:
-    """Whether this is a function with a cache."""
-    return isinstance(content, _Cached)
 
 
 def find_cached_functions(files: Iterable[dict[str, Any]]) -> list[CachedFunction]:

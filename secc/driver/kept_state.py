@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,19 +22,10 @@ from torch import nn
 
 from secc.driver.cached_functions import CachedFunction
 from secc.driver.changed_weights import WeightChanges, watch_weights
-from secc.driver.start_state import (
-    MOST_DEPTH,
-    MOST_ENTRIES,
-    PLAIN_ATTRIBUTES,
-    StartState,
-    are_equal,
-    is_in_any,
-    is_plain_object,
-    user_classes,
-    user_files,
-)
+from secc.driver.start_state import StartState, are_equal, is_in_any
 from secc.errors import NotEnoughMemory, UserError
 from secc.runtime.model.item_seeds import seeded_rngs
+from secc.runtime.model.kept_values import NUMBERS, KeptValue, iter_values
 from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.model.source_lines import current_source_line, format_source_line, forward_source_line
 from secc.runtime.model.user_file import UserModel, extract_loss
@@ -49,22 +40,10 @@ from secc.runtime.training.eager_reference import (
 )
 from secc.runtime.training.eager_watch import EagerWatch, memory_errors
 
-_NUMBERS = (bool, int, float)
 _Outcome = tuple[float, ...]  # a loss, and the sum and the norm of each parameter's gradient
 _ROUNDING = 1e-6  # of the largest of these: a sum may be small where its summands are not
 _SINGLE = 3  # samples that are tried as a first batch: the largest value of a batch may be in both its halves
 _FAR = 1000  # added to what may be counted, so that thresholds of some hundred steps show
-
-
-@dataclass(frozen=True)
-class KeptValue:
-    """A number or a tensor that outlives a call: where it is kept, as messages say it, the path of the module
-    that has it (None for a global or an attribute of a class), how it is read and replaced."""
-
-    name: str
-    owner: str | None
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
 
 
 @dataclass(frozen=True)
@@ -392,7 +371,7 @@ def other_values(content: Any) -> Iterator[Any]:
             yield from (torch.zeros_like(content), content + 1, content + _FAR)
     elif isinstance(content, bool):
         yield not content
-    elif isinstance(content, _NUMBERS):
+    elif isinstance(content, NUMBERS):
         yield from (type(content)(0), content + 1, content + _FAR)
 
 
@@ -407,69 +386,6 @@ def _differ(a: _Outcome, b: _Outcome) -> bool:
     return any(
         not abs(x - y) <= GRADIENT_TOLERANCE * max(abs(x), abs(y)) + _ROUNDING * scale for x, y in pairs
     )
-
-
-def iter_values(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
-    """Yields buffers, plain attributes and tensors of modules, and plain attributes of classes and globals of
-    the user's files."""
-    objects = set[int]()
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else "self."
-        for name, buffer in module.named_buffers(recurse=False):
-            read = partial(getattr, module, name)
-            yield KeptValue(prefix + name, path, read, _buffer_writer(buffer))
-        own = {n: v for n, v in vars(module).items() if n not in PLAIN_ATTRIBUTES}
-        for name in own:
-            yield from _iter_entries(prefix + name, path, vars(module), name, objects)
-    for cls in user_classes(model):
-        for name, content in vars(cls).items():
-            if isinstance(content, (*_NUMBERS, torch.Tensor)) and not name.startswith("__"):
-                read, write = partial(getattr, cls, name, None), partial(setattr, cls, name)
-                yield KeptValue(f"{cls.__qualname__}.{name}", None, read, write)
-    for file in user_files(model, user):
-        for name in [n for n in file if not n.startswith("__")]:
-            yield from _iter_entries(f"the global {name}", None, file, name, objects)
-
-
-def _iter_entries(
-    name: str,
-    owner: str | None,
-    container: MutableMapping[Any, Any] | list[Any],
-    key: Any,
-    objects: set[int],
-    depth: int = MOST_DEPTH,
-) -> Iterator[KeptValue]:
-    """Yields an entry of a dict or a list if it is a number or a tensor, else the numbers in it; those
-    of an object (a configuration), too, unless it is in `objects`."""
-    content = container[key]
-    if isinstance(content, (*_NUMBERS, torch.Tensor)) and not isinstance(content, nn.Parameter):
-        yield KeptValue(name, owner, partial(_read, container, key), partial(container.__setitem__, key))
-    elif isinstance(content, dict) and len(content) <= MOST_ENTRIES and depth:
-        for inner in list(content):
-            yield from _iter_entries(f"{name}[{inner!r}]", owner, content, inner, objects, depth - 1)
-    elif isinstance(content, list) and len(content) <= MOST_ENTRIES and depth:
-        for index in range(len(content)):
-            yield from _iter_entries(f"{name}[{index}]", owner, content, index, objects, depth - 1)
-    elif is_plain_object(content) and id(content) not in objects and depth:
-        objects.add(id(content))
-        for inner in list(vars(content)):
-            yield from _iter_entries(f"{name}.{inner}", owner, vars(content), inner, objects, depth - 1)
-
-
-def _read(container: Any, key: Any) -> Any:
-    """Returns an entry of a dict or a list; None if it is there no more."""
-    try:
-        return container[key]
-    except LookupError:
-        return None
-
-
-def _buffer_writer(buffer: torch.Tensor) -> Callable[[Any], None]:
-    def write(value: torch.Tensor) -> None:
-        with torch.no_grad():
-            buffer.copy_(value)
-
-    return write
 
 
 def _copy(content: Any) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from secc.driver.kept_state import iter_values
 from secc.driver.start_state import StartState, are_equal, values_of_start
 from secc.errors import UserError
+from secc.runtime.model.kept_values import iter_values
 from secc.runtime.model.user_file import UserModel
 from secc.runtime.plan.schema import Plan
 from secc.runtime.training.eager_reference import (

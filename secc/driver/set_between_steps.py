@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from secc.driver.kept_state import KeptValue, iter_values, other_values
-from secc.driver.start_state import LIBRARIES
+from secc.driver.kept_state import other_values
 from secc.errors import UserError
+from secc.runtime.model.kept_values import LIBRARIES, KeptValue, iter_values
 from secc.runtime.model.user_file import CALLBACKS, UserModel
 
 _FUNCTIONS = (*CALLBACKS, "optimizer", "scheduler")

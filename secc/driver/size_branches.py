@@ -16,8 +16,8 @@ from types import FunctionType
 
 from torch import nn
 
-from secc.driver.start_state import user_classes
 from secc.runtime.model.function_blocks import FunctionBlock
+from secc.runtime.model.kept_values import user_classes
 
 _SIZES = {"shape", "size", "numel"}
 _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
@@ -90,9 +90,10 @@ def _numbers_of_equality(node: ast.expr) -> Iterable[int]:
         return ()
     inner = [n for side in sides for n in (side.elts if isinstance(side, (ast.Tuple, ast.Set)) else [side])]
     constants = [n.value for n in inner if isinstance(n, ast.Constant)]
-    if any(type(value) is not int for value in constants) or any(map(_counts_dims, inner)):
+    numbers = [value for value in constants if type(value) is int]
+    if len(numbers) < len(constants) or any(map(_counts_dims, inner)):
         return ()
-    return {*_SMALL_NUMBERS, *(value for value in constants if value > 1)}
+    return {*_SMALL_NUMBERS, *(number for number in numbers if number > 1)}
 
 
 def _counts_dims(node: ast.expr) -> bool:

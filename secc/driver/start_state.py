@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 from collections import deque
 from collections.abc import Collection, Iterator
 from types import CellType, FunctionType, ModuleType
@@ -19,14 +18,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from secc.driver.cached_functions import CachedFunction, find_cached_functions, is_cached
-from secc.runtime.model.imported_code import find_user_file
+from secc.driver.cached_functions import CachedFunction, find_cached_functions
+from secc.runtime.model.kept_values import (
+    MOST_DEPTH,
+    MOST_ENTRIES,
+    PLAIN_ATTRIBUTES,
+    is_plain_object,
+    user_classes,
+    user_files,
+)
 from secc.runtime.model.user_file import UserModel
 
-LIBRARIES = ("torch", "transformers", "diffusers", "timm", "peft", "accelerate")
-MOST_ENTRIES = 64  # of a dict or a list that may be state; longer ones are tables
-MOST_DEPTH = 3
-PLAIN_ATTRIBUTES = frozenset(vars(nn.Module()))  # torch's own of any module
 _HOOKS = [n for n in sorted(PLAIN_ATTRIBUTES) if n.startswith(("_forward_hooks", "_forward_pre_hooks"))]
 # transformers lets its modules collect results when one of them is called first; that computes nothing.
 _COLLECTING_FILE = "transformers.utils.output_capturing"
@@ -110,45 +112,6 @@ def values_of_start(start: StartState | None, model: nn.Module, user: UserModel)
         yield
     finally:
         now.restore_values()
-
-
-def user_classes(model: nn.Module) -> list[type]:
-    """Returns the classes of modules that are the user's own."""
-    classes = (cls for m in model.modules() for cls in type(m).__mro__)
-    return [c for c in dict.fromkeys(classes) if not c.__module__.startswith((*LIBRARIES, "builtins"))]
-
-
-def user_files(model: nn.Module, user: UserModel) -> list[dict[str, Any]]:
-    """Returns the globals of the model file, of the files that define its modules' classes, and of the user's
-    files from which these have functions or modules."""
-    own = (code for cls in user_classes(model) for code in vars(cls).values())
-    waiting = [vars(user.module), *(c.__globals__ for c in own if isinstance(c, FunctionType))]
-    files = dict[int, dict[str, Any]]()
-    while waiting:
-        file = waiting.pop(0)
-        if id(file) not in files:
-            files[id(file)] = file
-            waiting += _imported_files(file)
-    return list(files.values())
-
-
-def _imported_files(file: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the globals of the user's files of which modules and functions are among the globals of one."""
-    names = {
-        content.__name__ if isinstance(content, ModuleType) else getattr(content, "__module__", None)
-        for content in file.values()
-        if isinstance(content, (ModuleType, FunctionType)) or is_cached(content)
-    }
-    for name in names - {file.get("__name__")}:
-        module = sys.modules.get(name or "")
-        if module is not None and find_user_file(module) is not None:
-            yield vars(module)
-
-
-def is_plain_object(content: Any) -> bool:
-    """Whether this is an object of a class of Python code that keeps attributes."""
-    others = (type, nn.Module, ModuleType, FunctionType, torch.Tensor)
-    return isinstance(getattr(content, "__dict__", None), dict) and not isinstance(content, others)
 
 
 def is_in_any(path: str | None, blocks: Collection[str]) -> bool:

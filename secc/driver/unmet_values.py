@@ -32,12 +32,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from secc.driver.block_frames import BlockFrames
-from secc.driver.start_state import LIBRARIES
 from secc.driver.watched_arrays import watched_array, watched_array_functions
 from secc.driver.watched_numbers import Origin, is_watched, watched_conversions, watched_number
 from secc.frontend.capture.capture import CapturedCase
 from secc.frontend.dataset.survey import DatasetSurvey
 from secc.runtime.host.tensor_bytes import view_bytes
+from secc.runtime.model.kept_values import LIBRARIES
 from secc.runtime.model.source_lines import current_user_frame, format_source_line
 
 MOST_TRIES = 32  # forwards of samples with other values

@@ -9,7 +9,7 @@ from types import FunctionType
 import torch
 from torch import nn
 
-from secc.driver.start_state import user_classes, user_files
+from secc.runtime.model.kept_values import user_classes, user_files
 from secc.runtime.model.source_lines import format_source_line
 from secc.runtime.model.user_file import UserModel
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -139,3 +140,32 @@ def test_unequal_writes_are_found_by_all_ranks(failed: bool) -> None:
     unequal = exchange_with([[0, failed], [0, 0, 0], exchanged_digests(other, ["a"])])
     found = find_unequal_write(names, mine, {"a"}, False, unequal)
     assert found == (None if failed else UnequalWrite("a", (0,), (0, 1)))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda weight: weight.detach().numpy(),
+        lambda weight: np.asarray(weight.data[0]),
+        lambda weight: np.from_dlpack(weight.detach()),
+    ],
+)
+def test_writes_to_the_memory_of_a_weight_are_seen(view: Callable[[torch.Tensor], np.ndarray]) -> None:
+    net, kept = nn.Linear(2, 2), list[np.ndarray]()
+
+    def scale() -> None:
+        kept.append(view(net.weight))
+        kept[0][:] *= 0.5
+
+    lost = {"weight": "updates a float32 copy of it"}
+    weights = PartialWeights(1, {}, {}, dict(net.named_parameters()), lost)
+    with pytest.raises(
+        UserError, match=r"on_step writes to weight: rank 1 updates a float32 copy"
+    ) as refused:
+        weights.watch_callback("on_step", scale, set())()
+    assert "test_outside_weights.py:" in refused.value.where
+    weights, written = PartialWeights(1, {}, {}, dict(net.named_parameters())), set[str]()
+    weights.watch_callback("on_step", lambda: view(net.weight).sum(), written)()
+    assert not written
+    weights.watch_callback("on_step", lambda: kept[0].fill(2.0), written)()  # memory that it got earlier
+    assert written == {"weight"}

@@ -115,6 +115,25 @@ def test_callbacks_see_results_and_one_that_fails_on_one_rank_ends_the_run_saved
     assert all(c["complete"] for c in saves[0])
 
 
+def test_a_value_that_on_step_sets_on_one_rank_ends_the_run(tmp_path: Path) -> None:
+    more = """
+_model = model
+def model():
+    global BUILT
+    BUILT = _model()
+    return BUILT
+note_step = on_step
+def on_step(result):
+    note_step(result)
+    if result.rank == 1:
+        next(m for m in BUILT.modules() if isinstance(m, torch.nn.LayerNorm)).eps = 0.5
+"""
+    code, said, _ = run_captioner(tmp_path, more, "--steps", "3")
+    assert code == 2, said
+    assert "which forward reads, on rank 1, but not to the same value on all ranks" in said
+    assert ".eps" in said and "if result.rank == 0" in said and "Traceback" not in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "condition", "last"),
