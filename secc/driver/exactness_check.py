@@ -9,7 +9,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from secc.driver.kept_state import is_in_any, refuse_kept_state
 from secc.driver.loaded_values import refuse_loaded_values
 from secc.driver.optional_inputs import ChangingInput, find_changing_input
 from secc.driver.process_values import refuse_process_values
-from secc.driver.python_draws import GeneratorStates, draws_error, naming_draws
+from secc.driver.python_draws import GeneratorStates, draws_error, extreme_draws, naming_draws
 from secc.driver.set_between_steps import refuse_set_values
 from secc.driver.size_branches import find_size_branch
 from secc.driver.start_state import values_of_start
@@ -64,6 +64,7 @@ from secc.ir.text_io.verifier import source_line
 from secc.runtime.data.sample_metadata import check_placed_rows, find_placed_rows
 from secc.runtime.host.cpu_threads import limit_threads, restore_threads
 from secc.runtime.host.gc_control import slow_gc
+from secc.runtime.model.kept_values import user_files
 from secc.runtime.model.source_lines import error_source_line, forward_source_line
 from secc.runtime.plan.batch_sizes import read_symbol_sizes
 from secc.runtime.plan.sample_predicates import describe_pattern
@@ -1074,15 +1075,30 @@ def _run_deterministic_reference(
     cannot be tied to samples.
 
     A model may draw such numbers without using them (layers skipped with probability 0); so the reference is
-    computed twice before it is refused.
+    computed twice before it is refused, and with numbers at both ends of their range.
     """
     states = GeneratorStates()
     reference = _run_reference(compiled, rank, samples)
-    if (source := states.find_source()) and not _equal_bitwise(
-        reference.result, _run_reference(compiled, rank, samples).result
-    ):
+    if not (source := states.find_source()):
+        return reference
+    is_fixed = _equal_bitwise(reference.result, _run_reference(compiled, rank, samples).result)
+    if not is_fixed or (reference.result and _reads_extreme_draws(compiled, rank, samples, reference.result)):
         raise draws_error(source, str(compiled.user.path))
     return reference
+
+
+def _reads_extreme_draws(
+    compiled: CompiledPlan,
+    rank: OneRankPlan,
+    samples: Sequence[Mapping[str, Any]],
+    reference: LossAndGradients,
+) -> bool:
+    """Whether plain PyTorch has another loss where Python and NumPy draw numbers that few draws are."""
+    for high in (False, True):
+        with extreme_draws(high, user_files(rank.model, compiled.user)), suppress(Exception):
+            if rank.run_eager(samples, backward=False).loss != reference.loss:
+                return True
+    return False
 
 
 def _equal_bitwise(a: LossAndGradients | None, b: LossAndGradients | None) -> bool:

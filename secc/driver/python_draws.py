@@ -4,9 +4,12 @@ to samples: what such code does changes from call to call."""
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+from unittest import mock
+
+import numpy as np
 
 from secc.errors import UserError
 
@@ -51,9 +54,52 @@ def naming_draws() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def extreme_draws(high: bool, files: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Lets both generators draw numbers at the low or `high` end of their range, as few draws are: what code
+    does with these may not show otherwise (`if random.random() < 0.02`). files: the globals of the user's
+    files, which may hold functions of the libraries under names of their own."""
+    unit = 1 - 2.0**-24 if high else 0.0
+
+    def choose_below(count: int) -> int:
+        return count - 1 if high else 0
+
+    def draw_numpy(size: Any) -> Any:
+        return unit if size is None or size == () else np.full(size, unit)
+
+    def draw_integers(low: Any, high: Any = None, size: Any = None, **_: Any) -> Any:
+        first, end = (0, low) if high is None else (low, high)
+        return first + np.int64((end - first - 1) * round(unit)) * (1 if size is None else np.ones(size, int))
+
+    in_python = {"random": lambda: unit}
+    in_numpy = {
+        "rand": lambda *size: draw_numpy(size),
+        **dict.fromkeys(("random", "random_sample", "ranf", "sample"), lambda size=None: draw_numpy(size)),
+        "uniform": lambda low=0.0, high=1.0, size=None: low + (high - low) * draw_numpy(size),
+        "randint": draw_integers,
+    }
+    with ExitStack() as stack:
+        instance = random.seed.__self__  # of which the functions of the library are methods
+        stack.enter_context(mock.patch.object(instance, "random", in_python["random"], create=True))
+        stack.enter_context(mock.patch.object(instance, "_randbelow", choose_below))
+        for library, functions in ((random, in_python), (np.random, in_numpy)):
+            _put_in_place(stack, vars(library), files, functions)
+        yield
+
+
+def _put_in_place(
+    stack: ExitStack,
+    library: dict[str, Any],
+    files: Iterable[dict[str, Any]],
+    functions: Mapping[str, Callable[..., Any]],
+) -> None:
+    """Puts functions in the place of those of a library, there and in files, until the stack is left."""
+    others = {id(library[name]): function for name, function in functions.items()}
+    for names in (library, *files):
+        found = {name: others[id(value)] for name, value in names.items() if id(value) in others}
+        stack.enter_context(mock.patch.dict(names, found))
+
+
 def _numpy_state() -> tuple[object, ...]:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return ()
-    kind, words, *rest = numpy.random.get_state()
+    kind, words, *rest = cast(tuple[Any, ...], np.random.get_state())
     return kind, words.tobytes(), *rest

@@ -60,6 +60,25 @@ def test_layers_that_are_left_out_by_chance_are_refused_with_the_generator(
     assert (refused.value.remedy or "").startswith("draw with torch")
 
 
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        "random.random() - 0.999",
+        "random.uniform(0, 1) - 0.999",
+        "random.randrange(1000) - 998.5",
+        "0.5 - random.choice(range(1000))",
+        "np.random.rand() - 0.999",
+        "np.random.randint(1000) - 998.5",
+        "np.random.uniform(2, 3) - 2.999",
+    ],
+)
+def test_what_rare_draws_change_is_refused_although_two_forwards_agree(drawn: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.format(drawn=f"-({drawn})", share=0.0, stack="self.stack(x)"))
+    with pytest.raises(UserError, match="forward draws random numbers from"):
+        check_exactness(compile_model(path, CompileOptions(cluster="local:2", global_batch=8)), required=True)
+
+
 def test_draws_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL.format(drawn="random.random()", share=1.5, stack="self.stack(x)"))
