@@ -10,7 +10,9 @@ with the same batch and weights; and what such calls change is set to other valu
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from torch import nn
 from secc.driver.cached_functions import CachedFunction
 from secc.driver.changed_weights import WeightChanges, watch_weights
 from secc.driver.start_state import StartState, are_equal, is_in_any
+from secc.driver.watched_numbers import Origin, watched_number
 from secc.errors import NotEnoughMemory, UserError
 from secc.runtime.model.item_seeds import seeded_rngs
 from secc.runtime.model.kept_values import NUMBERS, KeptValue, iter_values
@@ -43,6 +46,7 @@ from secc.runtime.training.eager_watch import EagerWatch, memory_errors
 _Outcome = tuple[float, ...]  # a loss, and the sum and the norm of each parameter's gradient
 _ROUNDING = 1e-6  # of the largest of these: a sum may be small where its summands are not
 _SINGLE = 3  # samples that are tried as a first batch: the largest value of a batch may be in both its halves
+_MOST_ASKED = 8  # numbers that comparisons of a value ask for
 _FAR = 1000  # added to what may be counted, so that thresholds of some hundred steps show
 
 
@@ -351,7 +355,7 @@ def _is_read(value: KeptValue, compute: Callable[[], _Outcome], outcome: _Outcom
     """Whether the loss or its gradients are others, or forward fails, where this value is another one."""
     content = _copy(value.read())
     try:
-        for other in other_values(content):
+        for other in itertools.chain(other_values(content), _numbers_asked_for(value, compute)):
             value.write(other)
             if _differ(compute(), outcome):
                 return True
@@ -360,6 +364,40 @@ def _is_read(value: KeptValue, compute: Callable[[], _Outcome], outcome: _Outcom
     finally:
         value.write(content)
     return False
+
+
+class _AskedNumbers:
+    """Notes the numbers with which comparisons of a watched number would have another answer."""
+
+    def __init__(self) -> None:
+        self.found = dict[int, None]()
+
+    def note_numbers(self, comparison: str, number: float, values: Sequence[float], origin: Origin) -> float:
+        """Code compares a number."""
+        compare = getattr(operator, comparison)
+        answer = compare(values[0], number)
+        others = origin.find_nearest_numbers(lambda value: compare(value, number) != answer)
+        self.found |= dict.fromkeys(others)
+        return 0.0
+
+    def note_step(self, value: float, step: float) -> float:
+        """Code makes a whole number of a value."""
+        return 0.0
+
+    def note_key(self, value: float, origin: Origin) -> None:
+        """Code looks for a number in a set or a dict."""
+
+
+def _numbers_asked_for(value: KeptValue, compute: Callable[[], _Outcome]) -> Iterator[int]:
+    """Yields whole numbers with which code that compares this value, also after arithmetic, would take
+    another way (`if self.calls % 1000 == 999`)."""
+    content = value.read()
+    if type(content) is int:
+        asked = _AskedNumbers()
+        value.write(watched_number(content, asked))
+        with suppress(Exception):
+            compute()
+        yield from itertools.islice(asked.found, _MOST_ASKED)
 
 
 def other_values(content: Any) -> Iterator[Any]:

@@ -86,6 +86,19 @@ def test_what_a_block_keeps_is_refused_by_name(name: str, tmp_path: Path) -> Non
     assert refused.value.where.startswith("net.py:") and "--whole-batch warm" in refused.value.remedy
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "self.calls += 1; factor = 2.0 if self.calls % 1000 == 999 else 1.0",
+        "self.calls += 1; factor = 2.0 if self.calls == 777 else 1.0",
+        "self.calls += 1; factor = 2.0 if 500 < self.calls - 50 < 510 else 1.0",
+    ],
+)
+def test_a_counter_that_is_compared_with_a_far_number_is_refused(line: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"forward keeps warm.calls from one call to the next"):
+        check_exactness(make_plan(tmp_path, inside=line), required=True)
+
+
 SCALED = "; x = factor * x + ((1 - factor) * x).detach()"
 GRADIENTS = {
     "warm.calls": "self.calls += 1; factor = min(1.0, self.calls / 600)" + SCALED,
