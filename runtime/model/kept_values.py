@@ -120,7 +120,7 @@ def user_files(model: nn.Module, user: UserModel) -> list[dict[str, Any]]:
 
 
 def _imported_files(file: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the globals of the user's files of which modules and functions are among the globals of one."""
+    """Yields the globals of the user's files from which one file has modules or functions."""
     names = {
         content.__name__ if isinstance(content, ModuleType) else getattr(content, "__module__", None)
         for content in file.values()

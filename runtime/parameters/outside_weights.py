@@ -120,7 +120,7 @@ class PartialWeights:
     """The weights and buffers of a rank's model that code between steps may not use, by name, each with the
     reason. missing: not held, or in parts only. unshared: what hooks of the optimizer write to it is lost.
     unwritable: what callbacks write to it is lost, or comes too late. slots: where modules keep each weight
-    that this rank holds whole (a dict and a key). viewed: weights of which callbacks have got the memory, as
+    that this rank holds whole (a dict and a key). viewed: weights that callbacks have got as memory, as
     by `.numpy()`, each with the line; they may write to it at any later call."""
 
     rank: int

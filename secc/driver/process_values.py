@@ -43,9 +43,13 @@ from secc.runtime.training.eager_reference import REFERENCE_SEED, LossAndGradien
 from secc.runtime.training.one_rank_plan import OneRankPlan
 
 _PID = 91_003
+_MOST_BYTES = 1 << 28  # of parameters in float32: the model is built twice more
+_PROCESS_NAMES = (
+    r"getp?pid|environ|getenv|gethostname|node|urandom|uuid\d|getnode|hash|is_initialized|get_rank"
+)
+_OF_PROCESS = re.compile(rf"\b({_PROCESS_NAMES})\b")
 _NAMED = re.compile(
-    r"\b(getp?pid|environ|getenv|gethostname|node|urandom|uuid\d|getnode|time|time_ns|monotonic|perf_counter"
-    r"|hash|random|is_initialized|get_rank|get_world_size|lru_cache|cache)\b"
+    rf"\b({_PROCESS_NAMES}|get_world_size|time|time_ns|monotonic|perf_counter|random|lru_cache|cache)\b"
 )
 _OF_RANK = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "HOSTNAME": "node1"}
 _PASSING_MODULES = {"os", "collections.abc", "_collections_abc"}  # whatever calls these reads the environment
@@ -70,11 +74,14 @@ def refuse_process_values(
     indices: Sequence[int],
 ) -> None:
     """Raises UserError if a step of the plan on these samples, or the dataset's items with these indices,
-    are others in another process."""
+    are others in another process. Models that are too large to be built twice more are left out."""
     imported = find_imported_files(user.module, model)
     files = {str(user.path.resolve()), *map(str, imported.values())}
-    if not any(_NAMED.search(Path(file).read_text(encoding="utf-8")) for file in sorted(files)):
+    code = "\n".join(Path(file).read_text(encoding="utf-8") for file in sorted(files))
+    if not _NAMED.search(code) or sum(p.numel() * 4 for p in model.parameters()) > _MOST_BYTES:
         return
+    if not _OF_PROCESS.search(code):
+        indices = ()  # a data set may be long in the making
     reads = list[tuple[str, str]]()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "plan"
@@ -90,8 +97,6 @@ def refuse_process_values(
                 first = run(None)
             with _seeded(1), _another_process(files, reads):
                 other = run(first.model if first else None)
-        except NotEnoughMemory:
-            raise
         except Exception:  # a file that cannot be imported twice, a model that cannot be built twice
             return
     if first is None or other is None or first.result is None:
@@ -139,7 +144,7 @@ def _run_process(
     try:
         return _ProcessStep(rank.run_step(samples), model, items)
     except NotEnoughMemory:
-        raise
+        raise  # nothing is compared then
     except Exception:  # whatever the user's code raises
         return _ProcessStep(None, model, items)
 

@@ -79,7 +79,7 @@ def extreme_draws(high: bool, files: Iterable[dict[str, Any]]) -> Iterator[None]
         "randint": draw_integers,
     }
     with ExitStack() as stack:
-        instance = random.seed.__self__  # of which the functions of the library are methods
+        instance = random.seed.__self__  # the library's functions are its methods
         stack.enter_context(mock.patch.object(instance, "random", in_python["random"], create=True))
         stack.enter_context(mock.patch.object(instance, "_randbelow", choose_below))
         for library, functions in ((random, in_python), (np.random, in_numpy)):
