@@ -120,5 +120,10 @@ def hidden_ranks() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def are_ranks_hidden() -> bool:
+    """Whether this process looks like the only one of a run now, by the variables of launchers, too."""
+    return _depth[0] > 0
+
+
 def _single_rank_variables() -> dict[str, str]:
     return _ALWAYS | {name: value for name, value in _IF_SET.items() if name in os.environ}

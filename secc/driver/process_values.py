@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed
 from torch import nn
 
 from secc.errors import NotEnoughMemory, UserError
+from secc.runtime.host.hidden_ranks import are_ranks_hidden
 from secc.runtime.model.imported_code import find_imported_files
 from secc.runtime.model.item_seeds import seeded_rngs
 from secc.runtime.model.source_lines import format_source_line
@@ -44,13 +44,9 @@ from secc.runtime.training.one_rank_plan import OneRankPlan
 
 _PID = 91_003
 _MOST_BYTES = 1 << 28  # of parameters in float32: the model is built twice more
-_PROCESS_NAMES = (
-    r"getp?pid|environ|getenv|gethostname|node|urandom|uuid\d|getnode|hash|is_initialized|get_rank"
-)
+_PROCESS_NAMES = r"getp?pid|environ|getenv|gethostname|node|urandom|uuid\d|getnode|hash"
 _OF_PROCESS = re.compile(rf"\b({_PROCESS_NAMES})\b")
-_NAMED = re.compile(
-    rf"\b({_PROCESS_NAMES}|get_world_size|time|time_ns|monotonic|perf_counter|random|lru_cache|cache)\b"
-)
+_NAMED = re.compile(rf"\b({_PROCESS_NAMES}|time|time_ns|monotonic|perf_counter|random|lru_cache|cache)\b")
 _OF_RANK = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "HOSTNAME": "node1"}
 _PASSING_MODULES = {"os", "collections.abc", "_collections_abc"}  # whatever calls these reads the environment
 _Read = Callable[..., Any]
@@ -200,14 +196,13 @@ def _another_process(files: set[str], reads: list[tuple[str, str]]) -> Iterator[
 
         return read_changed
 
-    distributed: Any = torch.distributed
     node, pid, hour = f"{platform.node()}-1", os.getpid() + _PID, 3600.0
     read_time, read_clock, read_timer = time.time, time.monotonic, time.perf_counter
     changes: list[tuple[Any, str, str, _Read]] = [
         (os, "getpid", "os.getpid()", lambda: pid),
         (os, "getppid", "os.getppid()", lambda: pid),
         (os, "urandom", "os.urandom()", random.randbytes),
-        (type(os.environ), "__getitem__", "os.environ", lambda _, name: _OF_RANK.get(name)),
+        (type(os.environ), "__getitem__", "os.environ", _read_variable),
         (socket, "gethostname", "socket.gethostname()", lambda: node),
         (platform, "node", "platform.node()", lambda: node),
         (uuid, "getnode", "uuid.getnode()", lambda: pid),
@@ -218,9 +213,6 @@ def _another_process(files: set[str], reads: list[tuple[str, str]]) -> Iterator[
         (time, "monotonic", "time.monotonic()", lambda: read_clock() + hour),
         (time, "perf_counter", "time.perf_counter()", lambda: read_timer() + hour),
         (builtins, "hash", "the hash of a text", _hash_text),
-        (distributed, "is_initialized", "torch.distributed", lambda: True),
-        (distributed, "get_rank", "torch.distributed", lambda *_: 1),
-        (distributed, "get_world_size", "torch.distributed", lambda *_: 2),
     ]
     before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _, _ in changes]
     for owner, attribute, name, read_there in changes:
@@ -230,6 +222,12 @@ def _another_process(files: set[str], reads: list[tuple[str, str]]) -> Iterator[
     finally:
         for owner, attribute, read in before:
             setattr(owner, attribute, read)
+
+
+def _read_variable(_environment: Any, name: str) -> str | None:
+    """Returns a variable of another rank; None for what is the same there. Code that makes models and loads
+    samples sees one process."""
+    return None if are_ranks_hidden() else _OF_RANK.get(name)
 
 
 def _hash_text(content: Any) -> int | None:

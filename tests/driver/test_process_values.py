@@ -102,7 +102,6 @@ def check_model(folder: Path, above: str = "", **factors: str) -> None:
         ("1 + int(os.getenv('LOCAL_RANK', '0'))", r"os\.environ", "inside"),
         ("1 + hash('warp') % 997 / 997", "the hash of a text", "collated"),
         ("1 + np.random.rand()", "a random number", "inside"),
-        ("2 if torch.distributed.is_initialized() else 1", r"torch\.distributed", "inside"),
     ],
 )
 def test_a_cached_value_of_one_process_that_reaches_the_loss_is_refused(
@@ -147,6 +146,8 @@ def test_items_of_a_dataset_that_differ_from_process_to_process_are_refused(tmp_
         ("START = time.time(), os.getpid(), random.random()", {}),
         ("SIZE = int(os.environ.get('WARP_SIZE', 2))", {"inside": "SIZE", "loaded": "SIZE"}),
         ("", {"loaded": "random.random()"}),  # seeded for each sample
+        ("", {"collated": "(1 + int(os.environ.get('RANK', 0)))"}),  # ranks are hidden there
+        ("", {"inside": "(2 if torch.distributed.is_initialized() else 1)"}),  # and the group in a step
         ("", {"between": "(1 + int(os.environ.get('RANK', 0)))"}),  # the plan holds the value
     ],
 )
