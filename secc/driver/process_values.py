@@ -8,6 +8,7 @@ user's files are imported twice, as two processes would, and the plan computes a
 
 from __future__ import annotations
 
+import ast
 import builtins
 import contextlib
 import dataclasses
@@ -36,7 +37,7 @@ from secc.runtime.host.hidden_ranks import are_ranks_hidden
 from secc.runtime.model.imported_code import find_imported_files
 from secc.runtime.model.item_seeds import seeded_rngs
 from secc.runtime.model.source_lines import format_source_line
-from secc.runtime.model.user_file import UserModel, are_same_values, load_model_file
+from secc.runtime.model.user_file import CALLBACKS, UserModel, are_same_values, load_model_file
 from secc.runtime.parameters.mixed_precision import cast_model
 from secc.runtime.plan.schema import Plan
 from secc.runtime.training.eager_reference import REFERENCE_SEED, LossAndGradients, compare_results
@@ -49,6 +50,7 @@ _OF_PROCESS = re.compile(rf"\b({_PROCESS_NAMES})\b")
 _NAMED = re.compile(rf"\b({_PROCESS_NAMES}|time|time_ns|monotonic|perf_counter|random|lru_cache|cache)\b")
 _OF_RANK = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "HOSTNAME": "node1"}
 _PASSING_MODULES = {"os", "collections.abc", "_collections_abc"}  # whatever calls these reads the environment
+_BETWEEN_STEPS = {*CALLBACKS, "optimizer", "scheduler", "metrics"}
 _Read = Callable[..., Any]
 
 
@@ -73,7 +75,7 @@ def refuse_process_values(
     are others in another process. Models that are too large to be built twice more are left out."""
     imported = find_imported_files(user.module, model)
     files = {str(user.path.resolve()), *map(str, imported.values())}
-    code = "\n".join(Path(file).read_text(encoding="utf-8") for file in sorted(files))
+    code = "\n".join(map(_code_of_steps, sorted(files)))
     if not _NAMED.search(code) or sum(p.numel() * 4 for p in model.parameters()) > _MOST_BYTES:
         return
     if not _OF_PROCESS.search(code):
@@ -101,6 +103,13 @@ def refuse_process_values(
         raise _process_error("the loss", reads, user)
     if any(not are_same_values(a, b) for a, b in zip(first.items, other.items, strict=True)):
         raise _process_error("what dataset() returns for a sample", reads, user)
+
+
+def _code_of_steps(file: str) -> str:
+    """Returns the code of a file without comments, and without functions that run between steps."""
+    tree = ast.parse(Path(file).read_bytes())
+    tree.body = [n for n in tree.body if not (isinstance(n, ast.FunctionDef) and n.name in _BETWEEN_STEPS)]
+    return ast.unparse(tree)
 
 
 def _process_error(what: str, reads: Sequence[tuple[str, str]], user: UserModel) -> UserError:
