@@ -38,7 +38,7 @@ def train_model(
     model = model.to(device)
     params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = user.build_optimizer(params)
-    scheduler = user.build_scheduler(optimizer)
+    scheduler = user.build_scheduler(optimizer, steps)
     length, losses, start = len(user.dataset()), list[float](), time.time()
     for step in range(steps):
         numbers = range(step * global_batch, (step + 1) * global_batch)

@@ -12,9 +12,11 @@ import pytest
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.errors import UserError
+from secc.runtime.model.user_file import load_model_file
 from secc.runtime.plan.schema import Plan
 from tests.e2e.harness import assert_same_training, compile_and_write, run_plan_ranks
 from tests.e2e.reference_runs import MODELS_FOLDER
+from tools.train_plain import train_model
 
 MODEL = MODELS_FOLDER / "one_rate_for_all.py"
 GLOBAL_BATCH = 12
@@ -136,3 +138,17 @@ def test_a_hook_that_acts_in_every_40th_step_only_is_refused_when_the_plan_is_ma
 def test_a_plan_of_no_chosen_strategy_keeps_together_what_a_hook_needs() -> None:
     made = compile_model(TEACHER, CompileOptions(cluster="local:2", global_batch=GLOBAL_BATCH))
     assert len({s.mesh.ranks for s in made.plan.sections}) == 1
+
+
+def test_the_plain_reference_tells_a_scheduler_the_number_of_steps(tmp_path: Path) -> None:
+    (tmp_path / "warm.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.lin = nn.Linear(4, 1)\n"
+        "    def forward(self, x):\n        return self.lin(x).square().mean()\n"
+        "def model(): return Net()\n"
+        "def dataset(): return [{'x': torch.full((4,), float(i))} for i in range(8)]\n"
+        "def scheduler(optimizer, steps):\n"
+        "    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)\n"
+    )
+    assert len(train_model(load_model_file(tmp_path / "warm.py"), steps=2, global_batch=4)[1]) == 2
