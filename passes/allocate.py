@@ -766,8 +766,7 @@ def _write_section(
             "chunks": int_attr(chosen.chunks),
             "placement": StringAttr(chosen.placement),
         }
-    divided = load.layers_at_even_cuts(chosen.shape.stages) if chosen.pp > 1 else []
-    if divided and chosen.norms == "whole":  # parts of layers are not shown exact on parts of sequences
+    if chosen.pp > 1 and (divided := load.layers_at_even_cuts(chosen.shape.stages)):
         load.section.attributes["layers_at_cuts"] = int_list_attr(divided)
     if rank.row_attention != "gather":
         load.section.attributes["row_attention"] = StringAttr(rank.row_attention)

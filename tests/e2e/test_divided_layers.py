@@ -20,6 +20,7 @@ CASES = [("llama_odd", 2, "pp=2 micro_batch=2")]
 SLOW = [
     ("llama_odd", 4, "pp=2 tp=2 micro_batch=1 backward=split overlap=both"),
     ("llama_odd", 4, "pp=2 tp=2 micro_batch=2 recompute=full"),
+    ("llama_odd", 4, "pp=2 tp=2 norms=sequence micro_batch=2"),
     ("llama_odd", 4, "pp=2 cp=2 micro_batch=1 backward=split recompute=full"),
     ("llama_odd", 4, "pp=2 dp=2 sharding=zero3 recompute=selective micro_batch=2"),
     ("llama_odd", 2, "pp=2 offload=optimizer"),

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from heapq import heapify, heapreplace
+from math import floor
 
 from secc.cluster import OWN_RUNTIME, Cluster
 from secc.cost.model.collectives import all_reduce_messages
@@ -214,7 +215,7 @@ _ALL = (Fraction(1),)
 WHOLE_SECTION = StageShares(Fraction(1), _ALL, Fraction(1), _ALL, _ALL, _ALL)
 # By this share of a mean stage a longest one may take more before layers are divided.
 UNEVEN_SHARE = Fraction(1, 50)
-LAYER_EDGE = Fraction(1, 10)  # of a layer: stages that would begin there begin with a whole layer
+PLACE_ERROR = Fraction(3, 10)  # of a layer: by this much the places of even stages may be wrong
 StageEnds = tuple[Fraction, Fraction]  # fractions of a time that pass before and behind a section's layers
 NO_ENDS = Fraction(0), Fraction(0)
 
@@ -261,18 +262,15 @@ def stage_shares(
 
 
 def layers_at_even_cuts(layers: int, stages: int, ends: StageEnds) -> list[int]:
-    """Positions of the layers, of so many equal ones, well inside which stages of equal times would begin;
-    `ends` as for `stage_shares`. Empty where whole layers make the longest stage hardly longer than a mean
-    one."""
+    """Positions of the layers, of so many equal ones, inside which stages of equal times may begin: `ends`,
+    those of `stage_shares`, are estimates. Empty where whole layers make the longest stage hardly longer than
+    a mean one."""
     if layers < 2 or stages * stage_shares(layers, stages, ends).longest <= 1 + UNEVEN_SHARE:
         return []
     one_layer = (1 - ends[0] - ends[1]) / layers
     places = [(Fraction(stage, stages) - ends[0]) / one_layer for stage in range(1, stages)]
-    return [
-        int(place)
-        for place in places
-        if 0 < place < layers and LAYER_EDGE <= place - int(place) <= 1 - LAYER_EDGE
-    ]
+    near = {floor(place + shift) for place in places for shift in (-PLACE_ERROR, PLACE_ERROR)}
+    return sorted(near & {*range(layers)})
 
 
 def _times_of_stages(held: Sequence[int], ends: StageEnds) -> tuple[Fraction, ...]:

@@ -5,7 +5,8 @@ A component with one stack of equal layers is one block, as far up as nothing el
 below a module that adds a head (its output is much wider than its input), that computes the loss or takes
 labels: the loss has to be visible, and heads are placed on their own. A module with several stacks is
 opened. One without a stack is a block if it has weights, unless it returns a loss among its results (a
-codebook's). A component that runs in pipeline stages is opened too, and its layers are the blocks.
+codebook's). A component that runs in pipeline stages is opened too, and its layers are the blocks; of
+layers that stages may divide between them, the modules inside are.
 """
 
 from __future__ import annotations
