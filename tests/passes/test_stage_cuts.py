@@ -10,6 +10,7 @@ from secc.cost.model.section_cost import section_cost
 from secc.ir.dialect.ops import graph_of, strings_of
 from secc.ir.text_io import module_text
 from secc.passes.boundaries.stage_cuts import StageUnits
+from secc.runtime.plan.expr_eval import evaluate_expr
 
 HEAD = """
 sec.graph "vlm" widths "own" {
@@ -97,18 +98,17 @@ PARTS = """
 def make_module_with_parts() -> ModuleOp:
     """Three layers; the second one, in parts, adds what its mixer and its feed-forward network return to
     what enters them."""
-    head = HEAD.partition("  sec.block")[0]
-    of_layer = {f"layers.1.{part}": f'{{part_of_layer = "layers.1"{largest}}}' for part, largest in [
-        ("norm", ""), ("mix", ""), ("feed", ", largest_part")
-    ]}  # fmt: skip
+    attributes = dict.fromkeys((f"layers.1.{part}" for part in ("norm", "mix")), 'part_of_layer = "layers.1"')
+    attributes["layers.1.feed"] = 'part_of_layer = "layers.1", largest_part'
     blocks = "".join(
         f'  sec.block "{path}" class "Part" params 4000 trainable 4000 component "" layers 3 when []'
-        f" {of_layer.get(path, '')}\n"
-        for path in ("layers.0", *of_layer, "layers.2")
+        f" {{{attributes.get(path, '')}}}\n"
+        for path in ("layers.0", *attributes, "layers.2")
     )
     tensor = "!sec.tensor<[B, 8], f32, grad>"
-    calls = PARTS.replace("LAYER", f", layers = 1 : i64}} : {tensor}").replace("TENSOR", tensor)
-    return module_text.parse_module(head + blocks + calls)
+    noted = f', kept = "32*B", layers = 1 : i64}} : {tensor}'
+    calls = PARTS.replace("LAYER", noted).replace("TENSOR", tensor)
+    return module_text.parse_module(HEAD.partition("  sec.block")[0] + blocks + calls)
 
 
 def test_a_layer_in_parts_is_cut_where_no_more_crosses_than_at_its_end() -> None:
@@ -129,4 +129,5 @@ def test_a_layer_in_parts_counts_once() -> None:
     section = graph.sections[0]
     cost = section_cost(graph, section)
     assert (cost.layers, count_stackable_layers(graph, section, cost.layers)) == (3, 3)
+    assert evaluate_expr(cost.layer_input_bytes, {"B": 1}) == 3 * 32
     assert cost.outside_layers_bytes == 0 and cost.largest_layer_bytes == 3 * 4000 * 4

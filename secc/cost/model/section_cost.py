@@ -628,8 +628,9 @@ def _add_call(call: CallOp, cost: CallCost, block: BlockOp, sums: _CostAccumulat
                 sums.expert_row_work += int(2 * params * slowness)
     if (layers := _layers_in_call(call, block, cost)) is not None:
         sums.layers += layers
-        entering = cost.kept if cost.kept != 0 else max(1, layers) * result_bytes
-        sums.layer_input_bytes[size_expr.format_expr(entering)] += 1
+        if layers:
+            entering = cost.kept if cost.kept != 0 else layers * result_bytes
+            sums.layer_input_bytes[size_expr.format_expr(entering)] += 1
         sums.exchanged_bytes[size_expr.format_expr(cost.exchanged)] += 1
         sums.query_bytes[size_expr.format_expr(cost.queries)] += 1
         sums.row_pieces[size_expr.format_expr(cost.pieces)] += 1
