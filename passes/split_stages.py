@@ -37,11 +37,11 @@ from secc.alloc.problem.micro_batch_times import (
     subgroup_costs,
 )
 from secc.alloc.problem.section_load import SectionLoad, compute_rank_load
+from secc.alloc.problem.size_spread import measure_spread
 from secc.alloc.problem.types import ReplicaShape
 from secc.alloc.problem.workload import Workload, build_workload
 from secc.alloc.refine.in_flight_limits import InFlightLimit, bytes_of_one, in_flight_bytes
-from secc.cluster import GIB, Cluster, Device, parse_cluster
-from secc.cost.model import roofline
+from secc.cluster import GIB, Cluster, parse_cluster
 from secc.cost.model.collectives import RankSpan, span_of_ranks
 from secc.cost.model.memory import RankMemory
 from secc.cost.model.patterns_and_transfers import input_patterns, micro_batch_sizes, section_handles_pattern
@@ -82,7 +82,7 @@ class SplitStages(ModulePass):
         stages = [
             stage
             for section in wanted
-            for stage in _split_section(graph, section, cluster.view_of_ranks(_ranks_of(section)).device)
+            for stage in _split_section(graph, section, cluster.view_of_ranks(_ranks_of(section)))
         ]
         if stages:
             _note_costs(graph, stages, cluster)
@@ -94,12 +94,12 @@ def _plan_cluster(graph: GraphOp) -> Cluster:
     )
 
 
-def _split_section(graph: GraphOp, section: SectionOp, device: Device) -> list[SectionOp]:
+def _split_section(graph: GraphOp, section: SectionOp, cluster: Cluster) -> list[SectionOp]:
     """Replaces a section by its stages. Raises UserError if it cannot be cut into that number of stages."""
     parts, units = _stage_count(section), StageUnits(graph, section.sym.data)
     if parts > len(units.layers):
         raise _refuse_split(section, parts, _describe_units(units), most=len(units.layers))
-    ends = balance_stages(_unit_times(graph, section, units, device), units.cuts, parts)
+    ends = balance_stages(_unit_times(graph, section, units, cluster), units.cuts, parts)
     if ends is None:
         reason, where = next(iter(units.impossible.values()), ("it has too few places to cut", ""))
         raise _refuse_split(section, parts, reason, where)
@@ -143,20 +143,22 @@ def _refuse_split(section: SectionOp, parts: int, reason: str, where: str = "", 
     return ImpossibleChoice(error, [f"{name}.pp={parts}" if most > 1 else f"{name}.pp"])
 
 
-def _unit_times(graph: GraphOp, section: SectionOp, units: StageUnits, device: Device) -> list[int]:
-    """Returns forward and backward ns of each unit for a micro-batch, averaged over the dataset's
-    patterns."""
+def _unit_times(graph: GraphOp, section: SectionOp, units: StageUnits, cluster: Cluster) -> list[int]:
+    """Returns forward and backward ns of each unit for a micro-batch on a rank, averaged over the dataset's
+    patterns and samples."""
     name, samples, recompute = (
         section.sym.data,
         int(get_number(section, "micro_batch") or 1),
         get_string(section, "recompute") or "none",
     )
-    seen = [p for p in input_patterns(graph) if section_handles_pattern(section, p)]
+    seen = tuple(p for p in input_patterns(graph) if section_handles_pattern(section, p))
+    frequent = max(seen, key=lambda p: p.share, default=None)
+    mean_sizes = {} if frequent is None else micro_batch_sizes(graph, frequent.sizes, 1)
     members: dict[int, list[Operation]] = {}
     for op, unit in units.unit_of_op.items():
         members.setdefault(unit, []).append(op)
     wanted = set[SSAValue]().union(*map(find_gradient_values, graph.cases))
-    found: list[int] = []
+    texts: list[str] = []
     for unit, (path, *_) in enumerate(units.calls):
         part = SectionOp.create(
             properties={"sym": StringAttr(f"{name} {unit}"), "blocks": strings_attr([path])}
@@ -165,17 +167,20 @@ def _unit_times(graph: GraphOp, section: SectionOp, units: StageUnits, device: D
             set_section(op, part.sym.data)
         mode = strongest_mode(required_modes(members[unit], wanted))
         part.mode = StringAttr(mode)
-        cost = section_cost(graph, part)
-        text = (
-            f"{roofline.forward_ns_expression(cost, device)} + "
-            f"{roofline.backward_ns_expression(cost, mode, device, recompute)}"
+        whole = SectionLoad(part, mode, section_cost(graph, part), "0", {}, "", seen, mean_sizes=mean_sizes)
+        load = compute_rank_load(whole, _shape_of_stage(section), cluster)
+        texts.append(f"{load.forward_ns} + {load.backward_ns[recompute]}")
+
+    def mean_ns(text: str) -> int:
+        spread = measure_spread(graph, seen, text)
+        times = (
+            (p.share, spread.mean_ns(p.when, evaluate_expr(text, micro_batch_sizes(graph, p.sizes, samples))))
+            for p in seen
         )
-        found.append(
-            sum(
-                round(p.share * evaluate_expr(text, micro_batch_sizes(graph, p.sizes, samples))) for p in seen
-            )
-        )
-    return found
+        return sum(round(share * ns) for share, ns in times)
+
+    times = {text: mean_ns(text) for text in {*texts}}
+    return [times[text] for text in texts]
 
 
 def _declare_stages(graph: GraphOp, section: SectionOp, parts: int) -> list[SectionOp]:
@@ -311,15 +316,21 @@ def _weight_permille(work: Workload, load: SectionLoad) -> int:
 
 def _rank_load(work: Workload, section: SectionOp) -> SectionLoad:
     """A section's load on one of its ranks."""
-    shape = ReplicaShape(
-        *(int(get_number(section, key) or 1) for key in ("tp", "pp", "cp", "ep")),
+    own = work.cluster.view_of_ranks(_ranks_of(section))
+    return compute_rank_load(work.loads[section.sym.data], _shape_of_stage(section), own)
+
+
+def _shape_of_stage(section: SectionOp) -> ReplicaShape:
+    """What ranks of a stage divide between them; stages are divided already."""
+    tp, cp, ep = (int(get_number(section, key) or 1) for key in ("tp", "cp", "ep"))
+    return ReplicaShape(
+        tp=tp,
+        cp=cp,
+        ep=ep,
         backward_parts=2 if get_string(section, "backward") == "split" else 1,
         offload=get_string(section, "offload") or "none",
         norms=get_string(section, "norms") or "whole",
         overlap=get_string(section, "overlap") or "none",
-    )
-    return compute_rank_load(
-        work.loads[section.sym.data], shape, work.cluster.view_of_ranks(_ranks_of(section))
     )
 
 

@@ -33,15 +33,15 @@ sec.graph "lm" widths "own" {
     // CHECK: sec.glue "aten.neg.default" {{.*}} in @lm_1
     // EDGES: sec.transfer "bias" (%{{.*}}) from @lm_0 to @lm_1 : !sec.tensor<[1, 4, S, S], f32, grad>
     // CHECK: sec.call "layers.0" {{.*}} in @lm_0
-    %0 = sec.call "layers.0" (%x, %t) args "$0, $1" outs [""] in @lm {flops = "80000000*B*S"} : !sec.tensor<[B, S, 8], f32, grad>
-    %1 = sec.call "layers.1" (%0, %u) args "$0, $1" outs [""] in @lm {flops = "80000000*B*S"} : !sec.tensor<[B, S, 8], f32, grad>
+    %0 = sec.call "layers.0" (%x, %t) args "$0, $1" outs [""] in @lm {flops = "8000000000*B*S"} : !sec.tensor<[B, S, 8], f32, grad>
+    %1 = sec.call "layers.1" (%0, %u) args "$0, $1" outs [""] in @lm {flops = "8000000000*B*S"} : !sec.tensor<[B, S, 8], f32, grad>
     // CHECK: sec.call "layers.2" {{.*}} in @lm_0
     // EDGES: sec.transfer "layers_2" (%{{.*}}) from @lm_0 to @lm_1 : !sec.tensor<[B, S, 8], f32, grad>
-    %2 = sec.call "layers.2" (%1, %t) args "$0, $1" outs [""] in @lm {flops = "80000000*B*S"} : !sec.tensor<[B, S, 8], f32, grad>
+    %2 = sec.call "layers.2" (%1, %t) args "$0, $1" outs [""] in @lm {flops = "8000000000*B*S"} : !sec.tensor<[B, S, 8], f32, grad>
     // CHECK: sec.call "layers.3" {{.*}} in @lm_1
-    %3 = sec.call "layers.3" (%2, %u) args "$0, $1" outs [""] in @lm {flops = "80000000*B*S"} : !sec.tensor<[B, S, 8], f32, grad>
+    %3 = sec.call "layers.3" (%2, %u) args "$0, $1" outs [""] in @lm {flops = "8000000000*B*S"} : !sec.tensor<[B, S, 8], f32, grad>
     %4 = sec.glue "aten.add.Tensor" (%3, %t) args "$0, $1" in @lm : !sec.tensor<[B, S, 8], f32, grad>
-    %h = sec.call "head" (%4) args "$0" outs [""] in @lm {flops = "160000000*B*S"} : !sec.tensor<[B, S, 500], f32, grad>
+    %h = sec.call "head" (%4) args "$0" outs [""] in @lm {flops = "16000000000*B*S"} : !sec.tensor<[B, S, 500], f32, grad>
     // CHECK: sec.glue "aten.sum.default" {{.*}} in @lm_1
     %l = sec.glue "aten.sum.default" (%h) args "$0" in @lm : !sec.tensor<[], f32, grad>
     sec.term "loss" (%l) in @lm
