@@ -203,13 +203,14 @@ OTHER_STRATEGIES = (
     OrderStrategy(350, 4),
     OrderStrategy(800, 4),
 )
-# Where upstream ends last, and its busiest rank has at least this share of the step's time to do. Deep
-# pipelines need more micro-batches to begin with, and long ones on few replicas.
+# Where upstream ends last or hardly before the pipeline, and its busiest rank has at least this share of the
+# step's time to do. Deep pipelines need more micro-batches to begin with, and long ones on few replicas.
 UPSTREAM_STRATEGIES = tuple(
     OrderStrategy(share, 2, (partial(upstream_first_order, leading=count),))
     for share, count in ((350, 4), (500, 2), (650, 4))
 )
 BUSY_UPSTREAM_PERMILLE = 667
+LATE_UPSTREAM_PERMILLE = 940  # of the step's end: other orders may end sooner, and upstream with them
 
 
 # -- planning
@@ -284,12 +285,12 @@ def plan_orders(load: PipelineLoad, strategy: OrderStrategy) -> PipelineOrders:
 
 
 def plans_for_upstream(load: PipelineLoad, known: PipelineOrders) -> list[PipelineOrders]:
-    """Returns orders that give upstream its gradients early, where upstream decides when the step of the
-    `known` orders ends; none elsewhere. Estimates are too coarse to tell which of them is best."""
+    """Returns orders that give upstream its gradients early, where upstream is busy and ends about as late as
+    the step of the `known` orders; none elsewhere. Estimates are too coarse to tell which of them is best."""
     mean_work = sum(load.work_ns) // load.replica_count
     is_busy = 1000 * load.upstream_work_ns >= BUSY_UPSTREAM_PERMILLE * mean_work
-    decides = is_busy and known.upstream_end >= known.end
-    return [plan_orders(load, strategy) for strategy in UPSTREAM_STRATEGIES] if decides else []
+    ends_late = 1000 * known.upstream_end >= LATE_UPSTREAM_PERMILLE * known.end
+    return [plan_orders(load, s) for s in UPSTREAM_STRATEGIES] if is_busy and ends_late else []
 
 
 def _interpolate_ends(load: PipelineLoad, orders: Sequence[MicroBatchOrder]) -> tuple[list[int], list[int]]:

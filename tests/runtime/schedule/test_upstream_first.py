@@ -57,3 +57,21 @@ def test_many_replicas_behind_a_busy_encoder_end_together():
         p = schedule_mixes.vlm_plan(samples, 4, 20, 0.9, pipeline=schedule_mixes.PipelineShape(4, 8, True))
         ratios.append(schedule_with_makespan(p, samples)[1] / schedule_bound(p, samples).ns)
     assert sum(ratios) / 2 < 1.055
+
+
+def test_orders_for_a_busy_encoder_are_tried_where_it_ends_about_as_late_as_the_pipeline():
+    samples = schedule_mixes.multimodal_batch(32, 0.5, 1)
+    p = schedule_mixes.vlm_plan(samples, 2, 2, 0.9, pipeline=schedule_mixes.PipelineShape(4, 8, True))
+    found = critical_pipeline_load(MicroBatchComposer(p, samples, SectionGraph(p)))
+    assert found is not None
+    load = dataclasses.replace(found[0], upstream_work_ns=sum(found[0].work_ns))
+    known = pipeline_order.plan_orders(load, pipeline_order.LIKELIEST_STRATEGY)
+
+    def tried(permille: int, upstream_work_ns: int) -> int:
+        ends = dataclasses.replace(known, upstream_end=max(known.ends) * permille // 1000)
+        busy = dataclasses.replace(load, upstream_work_ns=upstream_work_ns)
+        return len(pipeline_order.plans_for_upstream(busy, ends))
+
+    every = len(pipeline_order.UPSTREAM_STRATEGIES)
+    assert [tried(permille, load.upstream_work_ns) for permille in (900, 970, 1100)] == [0, every, every]
+    assert tried(1100, 0) == 0
