@@ -84,7 +84,7 @@ def _iter_entries(
 
 
 def _read(container: Any, key: Any) -> Any:
-    """Returns an entry of a dict or a list; None if it is there no more."""
+    """Returns an entry of a dict or a list; None if it is not there any longer."""
     try:
         return container[key]
     except LookupError:

@@ -65,15 +65,15 @@ class SetValues:
         self._before = dict[str, float]()
         self.described = dict[int, str]()  # by slot: a value that was set
 
-    def begin(self) -> None:
+    def note_values(self) -> None:
         """Notes all values before a callback runs."""
         if self._read is None:
             self._read = _names_read(self._model, self._user)
         self._before = {value.name: _digest(value.read()) for value in self._iter_values()}
 
     def digest_changes(self) -> list[float]:
-        """Returns numbers that follow from all values which have been set since `begin`, in slots by their
-        names, not-a-number in slots without any."""
+        """Returns numbers that follow from all values which have been set since `note_values`, in slots by
+        their names, not-a-number in slots without any."""
         found = defaultdict[int, list[str]](list)
         self.described = {}
         for value in self._iter_values():

@@ -614,7 +614,7 @@ class Trainer:
         if self._callbacks.hears_steps:
             self.gathers.finish_all()
         if self._any_rank_hears_steps:
-            self._set_values.begin()
+            self._set_values.note_values()
             if self._callbacks.hears_steps:
                 self._call_on_step(result, written)
             self._refuse_unequal_writes(written)

@@ -19,7 +19,7 @@ class CachedFunction:
     function: Any
 
     @property
-    def now(self) -> CachedFunction:
+    def at_present(self) -> CachedFunction:
         """What the same place holds now."""
         names = self.holder if isinstance(self.holder, dict) else vars(self.holder)
         return CachedFunction(self.holder, self.name, names.get(self.name))
@@ -34,7 +34,7 @@ class CachedFunction:
         """The function itself, which computes at every call."""
         return self.function.__wrapped__
 
-    def put(self, function: Callable[..., Any]) -> None:
+    def replace_by(self, function: Callable[..., Any]) -> None:
         """Puts another function in its place."""
         if isinstance(self.holder, dict):
             self.holder[self.name] = function
@@ -42,11 +42,11 @@ class CachedFunction:
             setattr(self.holder, self.name, function)
 
     def restore(self, had_results: bool) -> None:
-        """Puts this function in its place again, with an empty cache if that `had_results` not."""
+        """Puts this function in its place again; with an empty cache, unless it `had_results`."""
         if not self.has_results or had_results:
-            self.put(self.function)
-        elif self.now.has_results:
-            self.put(functools.lru_cache(**self.function.cache_parameters())(self.without_cache))
+            self.replace_by(self.function)
+        elif self.at_present.has_results:
+            self.replace_by(functools.lru_cache(**self.function.cache_parameters())(self.without_cache))
 
 
 def find_cached_functions(files: Iterable[dict[str, Any]]) -> list[CachedFunction]:

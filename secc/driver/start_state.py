@@ -68,7 +68,7 @@ class StartState:
     def filled_caches(self) -> list[CachedFunction]:
         """The user's functions with a cache (`functools.lru_cache`) that had no results at the start and have
         some now."""
-        return [f for f, had_results in self._caches if f.now.has_results and not had_results]
+        return [f for f, had_results in self._caches if f.at_present.has_results and not had_results]
 
     @torch.no_grad()
     def restore_values(self, left_out: Collection[str] = ()) -> None:

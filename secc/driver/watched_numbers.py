@@ -224,7 +224,7 @@ def watched_conversions(files: Iterable[dict[str, Any]]) -> Iterator[None]:
     cached = find_cached_functions(files)
     changed = [(f, name) for f in files for name in ("int", "float") if name not in f]
     for function in cached:
-        function.put(function.without_cache)
+        function.replace_by(function.without_cache)
     for file, name in changed:
         file[name] = _Int if name == "int" else _Float
     try:
@@ -233,4 +233,4 @@ def watched_conversions(files: Iterable[dict[str, Any]]) -> Iterator[None]:
         for file, name in changed:
             del file[name]
         for function in cached:
-            function.put(function.function)
+            function.replace_by(function.function)

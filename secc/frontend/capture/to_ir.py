@@ -195,11 +195,11 @@ def _pattern_ops(capture: Capture) -> list[Operation]:
 
 def _largest_parts(blocks: Iterable[CapturedBlock]) -> set[str]:
     """Returns the block with most parameters of each layer that was captured in several blocks."""
-    largest: dict[str, CapturedBlock] = {}
+    parts: dict[str, list[CapturedBlock]] = {}
     for block in blocks:
-        if block.layer and block.parameter_count > getattr(largest.get(block.layer), "parameter_count", -1):
-            largest[block.layer] = block
-    return {block.path for block in largest.values()}
+        if block.layer:
+            parts.setdefault(block.layer, []).append(block)
+    return {max(of_layer, key=lambda b: b.parameter_count).path for of_layer in parts.values()}
 
 
 def _block_op(block: CapturedBlock, hazards: list[Hazard], is_largest_part: bool) -> BlockOp:

@@ -61,7 +61,7 @@ def compare_ranks(
         user = load_model_file(folder / "warm.py")
         model = user.build_model()
         sides.append(SetValues(model, user))
-        sides[rank].begin()
+        sides[rank].note_values()
         on_step(model, user, rank)
     changes = [side.digest_changes() for side in sides]
 
