@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
@@ -22,6 +22,7 @@ MOST_ENTRIES = 64  # of a dict or a list that may be state; longer ones are tabl
 MOST_DEPTH = 3
 PLAIN_ATTRIBUTES = frozenset(vars(nn.Module()))  # torch's own of any module
 NUMBERS = (bool, int, float)
+OF_FILE = " of "  # in the names of globals, before the name of a module other than the model file
 _Cached = type(functools.lru_cache(lambda: None))
 
 
@@ -54,8 +55,10 @@ def iter_values(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
                 read, write = partial(getattr, cls, name, None), partial(setattr, cls, name)
                 yield KeptValue(f"{cls.__qualname__}.{name}", None, read, write)
     for file in user_files(model, user):
+        where = "" if file is vars(user.module) else f"{OF_FILE}{file.get('__name__')}"
         for name in [n for n in file if not n.startswith("__")]:
-            yield from _iter_entries(f"the global {name}", None, file, name, objects)
+            for value in _iter_entries(f"the global {name}", None, file, name, objects):
+                yield replace(value, name=value.name + where)
 
 
 def _iter_entries(

@@ -23,6 +23,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.host.tensor_bytes import bytes_digest, tensor_digest
 from secc.runtime.model.kept_values import (
     LIBRARIES,
+    OF_FILE,
     KeptValue,
     is_cached,
     iter_values,
@@ -93,7 +94,8 @@ class SetValues:
         """Whether forward may read the attribute or global that a value is, or is in."""
         assert self._read is not None
         if value.owner is None:
-            return not self._read.isdisjoint(re.findall(r"\w+", value.name.removeprefix("the global ")))
+            own = value.name.removeprefix("the global ").partition(OF_FILE)[0]
+            return not self._read.isdisjoint(re.findall(r"\w+", own))
         if type(self._model.get_submodule(value.owner)).__module__.startswith(LIBRARIES):
             return True
         own = value.name.removeprefix(f"{value.owner}." if value.owner else "self.")

@@ -16,7 +16,6 @@ import io
 import os
 import platform
 import random
-import re
 import socket
 import sys
 import tempfile
@@ -45,9 +44,11 @@ from secc.runtime.training.one_rank_plan import OneRankPlan
 
 _PID = 91_003
 _MOST_BYTES = 1 << 28  # of parameters in float32: the model is built twice more
-_PROCESS_NAMES = r"getp?pid|environ|getenv|gethostname|node|urandom|uuid\d|getnode|hash"
-_OF_PROCESS = re.compile(rf"\b({_PROCESS_NAMES})\b")
-_NAMED = re.compile(rf"\b({_PROCESS_NAMES}|time|time_ns|monotonic|perf_counter|random|lru_cache|cache)\b")
+_OF_PROCESS = {
+    *("getpid", "getppid", "environ", "getenv", "gethostname", "node", "urandom", "getnode", "hash"),
+    *(f"uuid{version}" for version in range(1, 9)),
+}
+_OF_TIME_OR_CACHE = {"time", "time_ns", "monotonic", "perf_counter", "random", "lru_cache", "cache"}
 _OF_RANK = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "HOSTNAME": "node1"}
 _PASSING_MODULES = {"os", "collections.abc", "_collections_abc"}  # whatever calls these reads the environment
 _BETWEEN_STEPS = {*CALLBACKS, "optimizer", "scheduler", "metrics"}
@@ -75,10 +76,12 @@ def refuse_process_values(
     are others in another process. Models that are too large to be built twice more are left out."""
     imported = find_imported_files(user.module, model)
     files = {str(user.path.resolve()), *map(str, imported.values())}
-    code = "\n".join(map(_code_of_steps, sorted(files)))
-    if not _NAMED.search(code) or sum(p.numel() * 4 for p in model.parameters()) > _MOST_BYTES:
+    names = {name for file in sorted(files) for name in _names_of_steps(file)}
+    if names.isdisjoint(_OF_PROCESS | _OF_TIME_OR_CACHE):
         return
-    if not _OF_PROCESS.search(code):
+    if sum(p.numel() * 4 for p in model.parameters()) > _MOST_BYTES:
+        return
+    if names.isdisjoint(_OF_PROCESS):
         indices = ()  # a data set may be long in the making
     reads = list[tuple[str, str]]()
     with tempfile.TemporaryDirectory() as name:
@@ -105,11 +108,17 @@ def refuse_process_values(
         raise _process_error("what dataset() returns for a sample", reads, user)
 
 
-def _code_of_steps(file: str) -> str:
-    """Returns the code of a file without comments, and without functions that run between steps."""
+def _names_of_steps(file: str) -> Iterator[str]:
+    """Yields the names that the code of a file uses or imports, but for functions that run between steps."""
     tree = ast.parse(Path(file).read_bytes())
     tree.body = [n for n in tree.body if not (isinstance(n, ast.FunctionDef) and n.name in _BETWEEN_STEPS)]
-    return ast.unparse(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name
 
 
 def _process_error(what: str, reads: Sequence[tuple[str, str]], user: UserModel) -> UserError:
