@@ -44,7 +44,12 @@ from secc.alloc.refine.in_flight_limits import InFlightLimit, bytes_of_one, in_f
 from secc.cluster import GIB, Cluster, parse_cluster
 from secc.cost.model.collectives import RankSpan, span_of_ranks
 from secc.cost.model.memory import RankMemory
-from secc.cost.model.patterns_and_transfers import input_patterns, micro_batch_sizes, section_handles_pattern
+from secc.cost.model.patterns_and_transfers import (
+    input_patterns,
+    micro_batch_sizes,
+    most_frequent_sizes,
+    section_handles_pattern,
+)
 from secc.cost.model.section_cost import section_cost
 from secc.errors import ImpossibleChoice, UserError
 from secc.ir.analysis.dataflow import find_gradient_values, get_number, get_string, strongest_mode
@@ -152,8 +157,7 @@ def _unit_times(graph: GraphOp, section: SectionOp, units: StageUnits, cluster: 
         get_string(section, "recompute") or "none",
     )
     seen = tuple(p for p in input_patterns(graph) if section_handles_pattern(section, p))
-    frequent = max(seen, key=lambda p: p.share, default=None)
-    mean_sizes = {} if frequent is None else micro_batch_sizes(graph, frequent.sizes, 1)
+    mean_sizes = most_frequent_sizes(graph, seen)
     members: dict[int, list[Operation]] = {}
     for op, unit in units.unit_of_op.items():
         members.setdefault(unit, []).append(op)

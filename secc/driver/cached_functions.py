@@ -41,7 +41,7 @@ class CachedFunction:
         else:
             setattr(self.holder, self.name, function)
 
-    def restore(self, had_results: bool) -> None:
+    def restore_function(self, had_results: bool) -> None:
         """Puts this function in its place again; with an empty cache, unless it `had_results`."""
         if not self.has_results or had_results:
             self.replace_by(self.function)

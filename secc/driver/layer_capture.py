@@ -94,7 +94,7 @@ def plan_layer_capture(
     divided = (
         path
         for section in graph.sections
-        if divides_layers and "layers_at_cuts" in section.attributes
+        if divides_layers
         for path in _layers_at_cuts(
             section, tree, [p for s, p in calls if s == section.sym.data and p in cut]
         )

@@ -111,7 +111,7 @@ class Planner:
         self._pins, self._taken_back = pins, TakenBackChoices(pins, known)
         self._captured_fallbacks, self._keep_fallbacks = source.capture.has_fallbacks, True
         self.captured_text = print_module(source.make_ir(source.capture))
-        self._divided_layers: tuple[str, ...] = ()  # in the present plan
+        self._has_divided_layers = False  # the present plan
         self._cuts: SinkBoundaries | None = None  # of the first of the plans that are made in turn
         self._variants: KnownVariants = {}  # of sections, for plans of the same graph with other choices
 
@@ -140,7 +140,7 @@ class Planner:
             try:
                 return self._plan_once()
             except UserError as error:
-                if self._divided_layers:
+                if self._has_divided_layers:
                     self._taken_back.take_back_divided_layers(error)
                     continue
                 if isinstance(error, ImpossibleChoice) and self._taken_back.take_back(error):
@@ -179,7 +179,7 @@ class Planner:
     def _plan_once(self) -> PlannedModule:
         """Plans the model without the choices that were taken back."""
         options = {"refused": self._taken_back.choices}
-        self._cuts, self._divided_layers = None, ()
+        self._cuts, self._has_divided_layers = None, False
         first = parse_module(self.captured_text)
         try:
             chosen = whole = self._run_allocation_passes(
@@ -195,7 +195,7 @@ class Planner:
         ).opened_blocks:
             # Layers of a tower are the same once it is opened. What is sought is wanted last, behind the
             # captured layers' own choices.
-            self._divided_layers = staged.divided_layers
+            self._has_divided_layers = bool(staged.divided_layers)
             with (
                 self._blame_partitioning(first),
                 process_map.run_in_background(

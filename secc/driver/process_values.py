@@ -201,7 +201,7 @@ def _another_process(files: set[str], reads: list[tuple[str, str]]) -> Iterator[
     """Gives code in these files what it would read in another process, and adds what it reads, and the line,
     to `reads`."""
 
-    def reader(name: str, read: _Read, read_there: _Read) -> _Read:
+    def make_reader(name: str, read: _Read, read_there: _Read) -> _Read:
         def read_changed(*args: Any) -> Any:
             frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
             while frame.f_globals.get("__name__") in _PASSING_MODULES and frame.f_back is not None:
@@ -234,7 +234,7 @@ def _another_process(files: set[str], reads: list[tuple[str, str]]) -> Iterator[
     ]
     before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _, _ in changes]
     for owner, attribute, name, read_there in changes:
-        setattr(owner, attribute, reader(name, getattr(owner, attribute), read_there))
+        setattr(owner, attribute, make_reader(name, getattr(owner, attribute), read_there))
     try:
         yield
     finally:

@@ -80,7 +80,7 @@ class StartState:
             if not is_in_any(owner, left_out) and not are_equal(array, start):
                 array[...] = start
         for cached, had_results in self._caches:
-            cached.restore(had_results)
+            cached.restore_function(had_results)
 
     @torch.no_grad()
     def restore_parameters(self) -> None:

@@ -34,7 +34,7 @@ class TakenBackChoices:
     @property
     def choices(self) -> tuple[str, ...]:
         """The choices that `allocate` must not take: NAME.KEY=VALUE, or NAME.KEY for all values above 1."""
-        return tuple(choice for choice in self._by_choice if "." in choice)
+        return tuple(choice for choice in self._by_choice if choice not in (FALLBACK_CASES, DIVIDED_LAYERS))
 
     @property
     def divides_layers(self) -> bool:

@@ -72,6 +72,12 @@ def check(folder: Path, inside: str = "pass", bounded: str = "g", more: str = ""
     return check_exactness(compiled, required=True)
 
 
+def assert_refused_with_line(folder: Path, inside: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as refused:
+        check(folder, inside)
+    assert "net.py:" in refused.value.where
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -81,9 +87,7 @@ def check(folder: Path, inside: str = "pass", bounded: str = "g", more: str = ""
     ],
 )
 def test_what_blocks_do_for_many_samples_is_compared(line: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"when other samples come|take another way than few") as refused:
-        check(tmp_path, line)
-    assert "net.py:" in refused.value.where
+    assert_refused_with_line(tmp_path, line, r"when other samples come|take another way than few")
 
 
 @pytest.mark.parametrize(
@@ -97,9 +101,7 @@ def test_what_blocks_do_for_many_samples_is_compared(line: str, tmp_path: Path) 
     ],
 )
 def test_what_blocks_do_for_certain_numbers_of_samples_is_compared(line: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"first and second .*|another way than few") as refused:
-        check(tmp_path, line)
-    assert "net.py:" in refused.value.where
+    assert_refused_with_line(tmp_path, line, r"first and second .*|another way than few")
 
 
 def test_a_cross_product_without_a_dim_between_modules_is_compared_for_three_samples(tmp_path: Path) -> None:

@@ -46,15 +46,19 @@ def dataset():
 """
 
 
+def check_model(folder: Path, drawn: str, share: float, stack: str = "self.stack(x)") -> None:
+    path = folder / "model.py"
+    path.write_text(MODEL.format(drawn=drawn, share=share, stack=stack))
+    check_exactness(compile_model(path, CompileOptions(cluster="local:2", global_batch=8)), required=True)
+
+
 @pytest.mark.parametrize("drawn", ["random.random()", "np.random.rand()"])
 @pytest.mark.parametrize("stack", ["self.stack(x)", "super().forward(x)"])
 def test_layers_that_are_left_out_by_chance_are_refused_with_the_generator(
     drawn: str, stack: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(MODEL.format(drawn=drawn, share=0.5, stack=stack))
     with pytest.raises(UserError) as refused:
-        check_exactness(compile_model(path, CompileOptions(cluster="local:2", global_batch=8)), required=True)
+        check_model(tmp_path, drawn, 0.5, stack)
     source = "Python's random" if drawn.startswith("random") else "NumPy"
     assert f"forward draws random numbers from {source}" in refused.value.message
     assert (refused.value.remedy or "").startswith("draw with torch")
@@ -73,13 +77,9 @@ def test_layers_that_are_left_out_by_chance_are_refused_with_the_generator(
     ],
 )
 def test_what_rare_draws_change_is_refused_although_two_forwards_agree(drawn: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(MODEL.format(drawn=f"-({drawn})", share=0.0, stack="self.stack(x)"))
     with pytest.raises(UserError, match="forward draws random numbers from"):
-        check_exactness(compile_model(path, CompileOptions(cluster="local:2", global_batch=8)), required=True)
+        check_model(tmp_path, f"-({drawn})", 0.0)
 
 
 def test_draws_that_change_nothing_are_accepted(tmp_path: Path) -> None:
-    path = tmp_path / "model.py"
-    path.write_text(MODEL.format(drawn="random.random()", share=1.5, stack="self.stack(x)"))
-    check_exactness(compile_model(path, CompileOptions(cluster="local:2", global_batch=8)), required=True)
+    check_model(tmp_path, "random.random()", 1.5)

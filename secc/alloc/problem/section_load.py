@@ -155,7 +155,7 @@ class SectionLoad:
         )
 
     def layers_at_even_cuts(self, stages: int) -> list[int]:
-        """Positions of the layers inside which so many stages of equal times would begin."""
+        """Positions of the layers inside which stages of equal times, of this number, may begin."""
         return tp_pp_scaling.layers_at_even_cuts(self.cost.layers, stages, self.end_shares)
 
     def share_of_stage(self, shape: ReplicaShape, stage: int) -> RankShare | None:

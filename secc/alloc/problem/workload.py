@@ -28,6 +28,7 @@ from secc.cost.model.patterns_and_transfers import (
     SectionTransfer,
     input_patterns,
     micro_batch_sizes,
+    most_frequent_sizes,
     section_handles_pattern,
     section_transfers,
 )
@@ -264,8 +265,7 @@ def _build_section_load(
     """Load of a whole section, with the spread of its listed samples' times."""
     mode = section.mode.data if section.mode is not None else "train"
     active = tuple(p for p in seen if section_handles_pattern(section, p))
-    frequent = max(active, key=lambda p: p.share, default=None)
-    sizes = {} if frequent is None else micro_batch_sizes(graph, frequent.sizes, 1)
+    sizes = most_frequent_sizes(graph, active)
     whole = SectionLoad(section, mode, section_cost(graph, section), "0", {}, "", active, mean_sizes=sizes)
     load = compute_rank_load(whole, WHOLE, cluster)
     both, *passes = _shares_outside_layers(graph, load, cluster)

@@ -3,7 +3,7 @@ sections."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -82,6 +82,12 @@ def micro_batch_sizes(graph: GraphOp, sizes: MeanSizes, samples: int) -> dict[st
         name: sizes[name] * (samples if op.kind.data == "rows" else 1) for name, op in graph.symbols.items()
     }
     return {name: max(1, round(mean)) if mean else 0 for name, mean in means.items()}
+
+
+def most_frequent_sizes(graph: GraphOp, patterns: Sequence[InputPattern]) -> dict[str, int]:
+    """Symbol values of a mean sample of the most frequent of these patterns; {} without patterns."""
+    frequent = max(patterns, key=lambda p: p.share, default=None)
+    return {} if frequent is None else micro_batch_sizes(graph, frequent.sizes, 1)
 
 
 def section_handles_pattern(section: SectionOp, pattern: InputPattern) -> bool:

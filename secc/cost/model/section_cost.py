@@ -38,11 +38,10 @@ from secc.cost.model.recompute_cost import (
     selectively_recomputed_blocks,
 )
 from secc.ir.analysis.dataflow import evaluate_at_means, get_string, size_estimates, value_bytes
-from secc.ir.analysis.layers import counts_as_layer, is_part_of_layer
+from secc.ir.analysis.layers import counts_as_layer, is_part_of_layer, layer_path
 from secc.ir.analysis.vocab_sharding import VocabSpread, find_sharded_heads
 from secc.ir.dialect import size_expr
 from secc.ir.dialect.ops import (
-    PART_OF_LAYER_ATTRIBUTE,
     BlockOp,
     CallOp,
     CaseOp,
@@ -801,7 +800,7 @@ def _layer_bytes(graph: GraphOp, calls: list[CallOp], param_bytes: int) -> tuple
     for path in layers:
         separate = _outermost_paths(p for p in called if p.startswith(f"{path}."))
         own = _block_bytes(blocks[path]) - sum(_block_bytes(blocks[p]) for p in separate)
-        sizes[get_string(blocks[path], PART_OF_LAYER_ATTRIBUTE) or path] += own
+        sizes[layer_path(blocks[path])] += own
     largest_layer = max((-(-size // layers.get(path, 1)) for path, size in sizes.items()), default=0)
     return largest_layer, max(0, param_bytes - sum(sizes.values()))
 

@@ -11,10 +11,15 @@ from secc.ir.dialect.ops import LARGEST_PART_ATTRIBUTE, PART_OF_LAYER_ATTRIBUTE,
 
 def layers_of_blocks(blocks: Iterable[BlockOp]) -> dict[str, str]:
     """Returns the path of its layer for the path of each block that is a layer or a part of one."""
-    around = {b.path.data: get_string(b, PART_OF_LAYER_ATTRIBUTE) or b.path.data for b in blocks}
+    around = {b.path.data: layer_path(b) for b in blocks}
     numbered = {path: layer for path, layer in around.items() if layer.rpartition(".")[2].isdecimal()}
     members = Counter(layer.rpartition(".")[0] for layer in {*numbered.values()})
     return {path: layer for path, layer in numbered.items() if members[layer.rpartition(".")[0]] > 1}
+
+
+def layer_path(block: BlockOp) -> str:
+    """Returns the path of the layer that a block is a part of, or the block's own path."""
+    return get_string(block, PART_OF_LAYER_ATTRIBUTE) or block.path.data
 
 
 def is_part_of_layer(block: BlockOp) -> bool:

@@ -158,12 +158,12 @@ def test_layouts_that_cannot_be_among_the_shortest_are_not_solved(monkeypatch: p
     best, solved = solve_allocation(problem), list[str]()
     assert best is not None
 
-    def count(asked: Problem, margin: float = 0.0, most: int | None = None) -> Solution | None:
+    def solve_and_note(asked: Problem, margin: float = 0.0, most: int | None = None) -> Solution | None:
         solved.append(asked.strategy)
         return solve_allocation(asked, margin=margin, most=most)
 
     monkeypatch.setattr(start_plans_module, "PARALLEL_PRICING_RANKS", 257)  # in this process
-    monkeypatch.setattr(start_plans_module, "solve_allocation", count)
+    monkeypatch.setattr(start_plans_module, "solve_allocation", solve_and_note)
     found = plans_with_dealt_samples(problem, best.assignment, 0.0)
     assert [(c.tp, c.pp) for c, _ in (chosen(problem, a) for a in found)] == 2 * layouts[:4]
     assert len(solved) < len(layouts)

@@ -122,6 +122,19 @@ def test_the_largest_samples_are_searched_in_the_whole_dataset(
     assert inputs.largest_samples == ()
 
 
+def note_calls_of_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list to which each call of sizes(i) adds its index; statistics are made of 100 samples."""
+    calls, call = list[int](), UserModel.declared_sizes
+
+    def note_and_call(self: UserModel, index: int) -> dict[str, Any] | None:
+        calls.append(index)
+        return call(self, index)
+
+    monkeypatch.setattr(UserModel, "declared_sizes", note_and_call)
+    monkeypatch.setattr(statistics, "MAX_DECLARED_SAMPLES", 100)
+    return calls
+
+
 def test_a_busy_machine_does_not_keep_the_largest_samples_from_being_searched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,14 +142,7 @@ def test_a_busy_machine_does_not_keep_the_largest_samples_from_being_searched(
     user = load_model_file(model_file(tmp_path, rare="1 if i != 501 else 60", sizes=True))
     survey = survey_dataset(user)
     inputs = describe_inputs(user, survey)
-    calls, call = list[int](), UserModel.declared_sizes
-
-    def counted(self: UserModel, index: int) -> dict[str, Any] | None:
-        calls.append(index)
-        return call(self, index)
-
-    monkeypatch.setattr(UserModel, "declared_sizes", counted)
-    monkeypatch.setattr(statistics, "MAX_DECLARED_SAMPLES", 100)
+    calls = note_calls_of_sizes(monkeypatch)
     monkeypatch.setattr(statistics.time, "perf_counter", lambda: len(calls) * 1e-6 + len(calls) // 20)
     found = statistics.apply_declared_sizes(user, survey, inputs)
     assert [sizes["n_rows"] for _, sizes in found.largest_samples] == [60]
@@ -147,14 +153,7 @@ def test_the_largest_samples_are_searched_by_another_core_while_forward_is_captu
 ) -> None:
     """With two cores this process makes fewer calls of sizes(i), by those of the search: one for each of the
     1,000 samples, after some that are timed."""
-    calls, call = list[int](), UserModel.declared_sizes
-
-    def counted(self: UserModel, index: int) -> dict[str, Any] | None:
-        calls.append(index)
-        return call(self, index)
-
-    monkeypatch.setattr(UserModel, "declared_sizes", counted)
-    monkeypatch.setattr(statistics, "MAX_DECLARED_SAMPLES", 100)
+    calls = note_calls_of_sizes(monkeypatch)
     path, count_by_cores = model_file(tmp_path, rare="1 if i != 501 else 60", sizes=True), dict[int, int]()
     for cores in (1, 2):
         monkeypatch.setattr(process_map, "available_cores", lambda cores=cores: cores)
