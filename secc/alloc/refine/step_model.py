@@ -99,5 +99,6 @@ def _candidate_features(candidates: Iterable[Candidate]) -> FloatArray:
     columns = [np.asarray(numbers)]
     for column in zip(*words, strict=True):
         # Two of these entries differ between two words, by 1/2 each.
-        columns.append(np.asarray([[(w == other) / 2 for other in sorted({*column})] for w in column]))
+        distinct, numbers_of_words = np.unique(column, return_inverse=True)
+        columns.append(np.eye(len(distinct))[numbers_of_words] / 2)
     return np.hstack(columns)
