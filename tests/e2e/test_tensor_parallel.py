@@ -28,7 +28,7 @@ CASES = [
     ("vocabulary", 2, "colocate", "teacher.tp=2 layers.tp=2 layers.micro_batch=3"),
 ]
 SLOW = [
-    ("picture_tokens", 2, "colocate", "language_model.tp=2 language_model.micro_batch=3"),
+    ("picture_tokens", 2, "colocate", "model.tp=2 model.micro_batch=3"),
     ("qwen_distil", 3, "apart", "teacher.tp=2 student.tp=1"),
     ("llava_tiny", 3, "apart", "language_model.tp=2"),
     ("nano", 4, "auto", "model.tp=4"),
