@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from xdsl.ir import SSAValue
@@ -21,15 +22,11 @@ from secc.passes.loss.coefficient import (
     coefficient_of_number,
 )
 from secc.passes.loss.loss_context import LossContext, has_one_entry, is_rerecorded
-from secc.passes.loss.op_tables import ENTRYWISE_OPS
+from secc.passes.loss.op_tables import ENTRYWISE_OPS, VECTOR_OPS
 from secc.passes.loss.pending_ops import get_argument
 from secc.passes.loss.value_states import LocalState, StackState, SumPart, SumState, ValueState
 
 OperandTerm = SSAValue | Coefficient
-_EXTREMES = {
-    **dict.fromkeys(("max", "amax"), "aten.maximum.default"),
-    **dict.fromkeys(("min", "amin"), "aten.minimum.default"),
-}
 _MOST_ENTRIES = 64  # of a vector of sums that is followed entry by entry; each becomes a term of the loss
 _STATISTIC_TIMES_SUM = "multiplies a sum over samples by a function of sums over the batch"
 
@@ -204,23 +201,45 @@ def apply_to_entries(ctx: LossContext, op: Computation) -> ValueState | None:
     return StackState(tuple(items))
 
 
-def take_extreme(ctx: LossContext, op: Computation) -> ValueState | None:
-    """The largest or the least entry of a short vector of coefficients. None for others."""
-    pick = _EXTREMES.get(op.base_name)
+def apply_to_vector(ctx: LossContext, op: Computation) -> list[ValueState] | None:
+    """States of what an op computes from all entries of a short vector of coefficients (a median, a softmax):
+    a scalar, or a vector of as many entries. None for other ops and operands."""
     count = count_few_entries(op.operands[0])
-    if pick is None or count is None or len(op.operands) > 1 or len(op.results) > 1:
+    if not isinstance(op, GlueOp) or len(op.operands) > 1 or op.base_name not in VECTOR_OPS or count is None:
         return None
-    if not ctx.parts_of(op.operands[0]) and not isinstance(ctx.state_of(op.operands[0]), StackState):
+    if not isinstance(ctx.state_of(op.operands[0]), SumState | StackState):
         return None
-    found = coefficient_of_entry(ctx, op, op.operands[0], 0)
-    larger = ctx.pending.make_glue(op, pick, [op.results[0]] * 2, "$0, $1", SCALAR_TYPE).owner
-    for i in range(1, count):
-        entry = coefficient_of_entry(ctx, op, op.operands[0], i)
-        if found is None or entry is None:
-            return None
-        assert isinstance(larger, GlueOp)
-        found = coefficient_of_factor(AppliedFactor(larger, (found, entry)))
-    return None if found is None else SumState((SumPart(found),))
+    entries = [coefficient_of_entry(ctx, op, op.operands[0], i) for i in range(count)]
+    known = tuple(entry for entry in entries if entry is not None)
+    if len(known) < count:
+        return None
+    places = f"[{', '.join(f'${i}' for i in range(count))}]"
+    stack = _make_helper_op(ctx, op, "aten.stack.default", [op.operands[0]] * count, places)
+    vector = coefficient_of_factor(AppliedFactor(stack, known, count))
+    states: list[ValueState] = [ctx.refuse_op(op, "returns places in a vector of sums over samples")] * len(
+        op.results
+    )
+    if not tensor_type(op.results[0]).dims:
+        states[0] = SumState((SumPart(coefficient_of_factor(AppliedFactor(op, (vector,)))),))
+        return states
+    if count_few_entries(op.results[0]) != count:
+        return None
+    computed = coefficient_of_factor(AppliedFactor(op, (vector,), count))
+    items = list[ValueState]()
+    for i in range(count):
+        pick = _make_helper_op(ctx, op, "aten.select.int", [op.results[0]], f"$0, 0, {i}")
+        items.append(SumState((SumPart(coefficient_of_factor(AppliedFactor(pick, (computed,)))),)))
+    states[0] = StackState(tuple(items))
+    return states
+
+
+def _make_helper_op(
+    ctx: LossContext, like: Computation, target: str, operands: Sequence[SSAValue], args: str
+) -> GlueOp:
+    """An op on coefficients that the user's code does not have."""
+    made = ctx.pending.make_glue(like, target, list(operands), args, SCALAR_TYPE).owner
+    assert isinstance(made, GlueOp)
+    return made
 
 
 def coefficient_of_entry(

@@ -10,7 +10,7 @@ it is emitted as glue in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -44,10 +44,12 @@ class GivenFactor:
 
 @dataclass(frozen=True)
 class AppliedFactor:
-    """The user's op on coefficients, such as `clamp(min=1)` on a count."""
+    """The user's op on coefficients, such as `clamp(min=1)` on a count. Its value is its first result: one
+    number, or a vector of `length` numbers, as which it is an operand of other ops only."""
 
     op: GlueOp
     operands: tuple[Coefficient, ...]
+    length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -213,10 +215,10 @@ class CoefficientEmitter:
                 return self.leaf(value)
             case GivenFactor(value):
                 return value
-            case AppliedFactor(op, operands):
-                return self._emit_glue(
-                    op.target.data, [self._emit_operand(o) for o in operands], op.args.data
-                )
+            case AppliedFactor(op, operands, length):
+                values = [self._emit_operand(o) for o in operands]
+                type = SCALAR_TYPE if length is None else TensorType.from_dims([length], "f64")
+                return self._emit_glue(op.target.data, values, op.args.data, [type] * len(op.results))
             case TotalFactor(parts):
                 value = self._emit_chain("aten.add.Tensor", [self.emit_coefficient(p) for p in parts])
                 assert value is not None
@@ -228,5 +230,7 @@ class CoefficientEmitter:
             SizeOp.create(result_types=[SCALAR_TYPE], properties={"value": StringAttr(text)})
         ).results[0]
 
-    def _emit_glue(self, target: str, operands: list[SSAValue], args: str) -> SSAValue:
-        return self.shop.add_op(GlueOp.create_call(target, operands, args, [SCALAR_TYPE])).results[0]
+    def _emit_glue(
+        self, target: str, operands: list[SSAValue], args: str, types: Sequence[TensorType] = (SCALAR_TYPE,)
+    ) -> SSAValue:
+        return self.shop.add_op(GlueOp.create_call(target, operands, args, types)).results[0]

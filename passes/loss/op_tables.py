@@ -101,6 +101,15 @@ ENTRYWISE_OPS = frozenset({
     "sign", "sqrt", "square", "sub", "tanh", "_to_copy", "where",
 })  # fmt: skip
 
+# Each result is a function of all entries of a vector. Not those that return places alone (`argmax`).
+VECTOR_OPS = (REDUCTION_OPS.keys() - {"argmax", "argmin"}) | {
+    "_softmax",
+    "_log_softmax",
+    "cummax",
+    "cumprod",
+    "sort",
+}
+
 # A shape alone changes: a plain coefficient goes through unchanged.
 RESHAPE_OPS = frozenset({
     "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "clone", "contiguous", "alias",

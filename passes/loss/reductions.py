@@ -11,7 +11,7 @@ from secc.ir.dialect import argument_template
 from secc.ir.dialect.ops import Computation, ParamOp
 from secc.ir.dialect.tensor_type import TensorType, tensor_type
 from secc.passes.loss.approximations import GLOBAL_SUMS_OFFER
-from secc.passes.loss.arithmetic import scale_state, take_extreme
+from secc.passes.loss.arithmetic import apply_to_vector, scale_state
 from secc.passes.loss.batch_statistics import divide_sums
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT, Coefficient, coefficient_of_number
 from secc.passes.loss.label_counts import (
@@ -102,13 +102,13 @@ def _reduce_stack(stack: StackState, mean: bool) -> ValueState:
     return SumState(tuple(p for i in items for p in cast(SumState, scale_state(i, share)).parts))
 
 
-def state_of_other_reduction(ctx: LossContext, op: Computation) -> ValueState | None:
+def state_of_other_reduction(ctx: LossContext, op: Computation) -> ValueState | Sequence[ValueState] | None:
     """A reduction that is not linear: allowed inside a sample; over samples it is bad, or a sum of a function
     of each entry."""
     name = op.base_name
     type = tensor_type(op.operands[0])
-    if (extreme := take_extreme(ctx, op)) is not None:
-        return extreme
+    if (computed := apply_to_vector(ctx, op)) is not None:
+        return computed
     if len(op.operands) > 1 or not ctx.sample_dims(type):
         return None  # max of two tensors is pointwise
     position, keyword = REDUCTION_OPS[name]

@@ -18,7 +18,7 @@ from secc.ir.dialect.readable_names import (
 from secc.ir.dialect.size_expr import Expr, evaluate_size, format_expr, size_symbol
 from secc.ir.dialect.tensor_type import tensor_type
 from secc.passes.loss.approximations import take_function_of_sums
-from secc.passes.loss.arithmetic import apply_to_entries
+from secc.passes.loss.arithmetic import apply_to_entries, apply_to_vector
 from secc.passes.loss.batch_positions import find_misplaced
 from secc.passes.loss.coefficient import UNIT_COEFFICIENT
 from secc.passes.loss.loss_context import (
@@ -345,6 +345,8 @@ def _states_of_summed(ctx: LossContext, op: Computation) -> list[ValueState]:
         return [SumState((SumPart(coefficient),))]
     if (entries := apply_to_entries(ctx, op)) is not None:
         return [entries]
+    if (computed := apply_to_vector(ctx, op)) is not None:
+        return computed
     if all(
         ctx.is_input_only(r) and ctx.carries_samples(r) and not tensor_type(r).is_floating for r in op.results
     ):

@@ -70,7 +70,7 @@ class StructureDigests:
         match factor:
             case LeafFactor(value) | GivenFactor(value):
                 return self.digest_value(value)
-            case AppliedFactor(op, operands):
+            case AppliedFactor(op, operands, _):
                 described = ", ".join(self.describe_coefficient(operand) for operand in operands)
                 return f"{op.target.data}({op.args.data})[{described}]"
             case TotalFactor(parts):

@@ -1,8 +1,9 @@
 """Stands for `loss.item()` while forward is recorded, when the value is not known yet: forward may return it
-for the log."""
+for the log, also after arithmetic with numbers (`right.item() / len(y)`)."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -11,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class DeferredScalar:
-    """Stands for `tensor.item()`. It may be stored, returned and printed; an operation on its value calls
+    """Stands for `tensor.item()`. It may be stored, returned and printed. Arithmetic with numbers and others
+    of its kind gives another one, as Python would compute it; any other operation on its value calls
     `refuse_read`, which raises.
 
     It is no float, which torch would take for a constant.
@@ -32,19 +34,51 @@ class DeferredScalar:
     def __format__(self, spec: str) -> str:
         return "?"
 
+    def compute(self, operation: Callable[..., torch.Tensor], *operands: object) -> DeferredScalar:
+        """Compute an operation on real numbers, of which this is one."""
+        if not all(isinstance(o, DeferredScalar | int | float) for o in operands):
+            self.refuse_read()
+        with torch.no_grad():
+            values = [_widen(o.tensor) if isinstance(o, DeferredScalar) else o for o in operands]
+            return DeferredScalar(operation(*values), self.refuse_read)
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a scalar in the dtype that Python computes in."""
+    return tensor.double() if tensor.is_floating_point() else tensor.long()
+
+
+def _divide(dividend: Any, divisor: Any) -> torch.Tensor:
+    """Divide numbers as Python does: two integers give a float of 64 bits, and not one of 32."""
+    if isinstance(dividend, torch.Tensor):
+        return dividend.double() / divisor
+    return dividend / divisor.double()
+
 
 def _refuse_operation(self: DeferredScalar, *_: object) -> NoReturn:
     self.refuse_read()
 
 
-# Operators that look at the value.
-_REFUSED_OPERATORS = (
-    "abs bool ceil complex divmod eq float floor floordiv ge gt hash index int le lt mod mul ne neg pos pow "
-    "round sub add truediv trunc"
-)
-_REFUSED_REFLECTED_OPERATORS = "radd rdivmod rfloordiv rmod rmul rpow rsub rtruediv"
-for _name in (*_REFUSED_OPERATORS.split(), *_REFUSED_REFLECTED_OPERATORS.split()):
-    setattr(DeferredScalar, f"__{_name}__", _refuse_operation)
+def _define_operators() -> None:
+    """Define the arithmetic of deferred scalars, and refuse the operators that look at values."""
+    for name, operation in {"neg": operator.neg, "pos": operator.pos, "abs": operator.abs}.items():
+        setattr(DeferredScalar, f"__{name}__", lambda self, f=operation: self.compute(f, self))
+    for name, operation in {
+        "add": operator.add,
+        "sub": operator.sub,
+        "mul": operator.mul,
+        "truediv": _divide,
+    }.items():
+        setattr(DeferredScalar, f"__{name}__", lambda self, other, f=operation: self.compute(f, self, other))
+        setattr(DeferredScalar, f"__r{name}__", lambda self, other, f=operation: self.compute(f, other, self))
+    refused = (
+        "bool ceil complex divmod eq float floor floordiv ge gt hash index int le lt mod ne pow round trunc"
+    )
+    for name in (*refused.split(), "rdivmod", "rfloordiv", "rmod", "rpow"):
+        setattr(DeferredScalar, f"__{name}__", _refuse_operation)
+
+
+_define_operators()
 
 
 def unwrap_deferred_scalar(value: object) -> object:

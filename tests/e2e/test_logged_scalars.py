@@ -16,7 +16,7 @@ from secc.runtime.parameters.checkpoint import load_full_state_dict
 from tests.e2e.harness import compile_and_write, read_metrics, run_plan_ranks
 
 PATH = Path(__file__).parent.parent / "models" / "logged.py"
-EXACT = {"ce", "mse", "sum", "right", "accuracy", "weight", "bias"}
+EXACT = {"ce", "mse", "sum", "right", "percent", "total", "accuracy", "weight", "bias"}
 
 
 @pytest.mark.gloo

@@ -32,6 +32,8 @@ class Model(nn.Module):
         }
         found |= {
             "right": right.sum().item(),
+            "percent": 100 * right.sum().item() / len(label),
+            "total": ce.item() + mse.item() / 2 - 0,
             "accuracy": right[label != 0].float().mean(),
             "weight": weight.sum(),
         }

@@ -79,6 +79,15 @@ GROUPS = {
         f"{CLASS_COUNTS}.clamp(min=1)).sqrt()[{CLASSES}]).mean()",
         f"F.cross_entropy(rows, targets, weight=1 / ({CLASS_COUNTS} - {CLASS_COUNTS}.min() + 1))",
     ],
+    "functions of all counts of labels": [
+        f"F.cross_entropy(rows, targets, weight={CLASS_COUNTS}.median() / {CLASS_COUNTS}.clamp(min=1))",
+        f"F.cross_entropy(rows, targets, weight={CLASS_COUNTS}.max(dim=0).values / ({CLASS_COUNTS} + 1))",
+        f"F.cross_entropy(rows, targets, weight=F.softmax(-{CLASS_COUNTS} / 9, dim=0))",
+        f"F.cross_entropy(rows, targets, weight={CLASS_COUNTS} / {CLASS_COUNTS}.float().norm())",
+        f"F.cross_entropy(rows, targets, weight={CLASS_COUNTS}.float().std() / ({CLASS_COUNTS} + 1))",
+        f"F.cross_entropy(rows, targets, weight=1 / ({CLASS_COUNTS}.sort(descending=True)[0] + 1))",
+        f"F.mse_loss(y, t) * ({CLASS_COUNTS} / {CLASS_COUNTS}.sum()).clamp(min=1e-3).log().square().prod()",
+    ],
     "rows put where a mask is": [
         "torch.zeros_like(y[:, 0]).masked_scatter((share > -1)[:, None].expand(-1, 6), y[:, 0]).exp().mean()",
     ],
