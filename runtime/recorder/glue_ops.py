@@ -21,8 +21,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from secc.runtime.errors import UserError
+from secc.runtime.model.source_lines import current_user_frame
 from secc.runtime.recorder import meta_rules
 from secc.runtime.recorder.block_results import is_fake
+from secc.runtime.recorder.compared_numbers import find_comparisons
 from secc.runtime.recorder.drawn_values import DrawnValues
 from secc.runtime.recorder.finite_checks import decides_finiteness, find_passed_check
 from secc.runtime.recorder.graph_tape import Tape
@@ -31,8 +33,9 @@ from secc.runtime.recorder.recording import BlockError, iter_nodes_behind, read_
 aten = torch.ops.aten
 FailCallback = Callable[[str, str], NoReturn]  # message, remedy
 
+_READ_OP = aten._local_scalar_dense.default
 _VALUE_OPS = (
-    aten._local_scalar_dense.default,
+    _READ_OP,
     aten.item.default,
     aten.equal.default,
     aten.is_nonzero.default,
@@ -330,15 +333,22 @@ class GlueRecorder:
 
     def _run_value_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record an op that returns a Python value: a read."""
-        kind = (
-            "item" if func is aten._local_scalar_dense.default else func._schema.name.removeprefix("aten::")
-        )
+        kind = "item" if func is _READ_OP else func._schema.name.removeprefix("aten::")
         if kind == "item" and (passed := self.pass_finite_check(args[0])) is not None:
             return passed
         for t in pytree.tree_leaves((args, kwargs)):
             if isinstance(t, torch.Tensor):
                 self._require_known_values(kind, t)
         out = func(*args, **kwargs)
+        compared = (
+            find_comparisons(args[0], current_user_frame())
+            if func is _READ_OP and not isinstance(out, bool)
+            else ()
+        )
+        for name, number in compared:
+            self._run_value_op(func, (self.run_op(getattr(aten, name).Scalar, (args[0], number), {}),), {})
+        if compared:
+            return out
         self.tape.emit_read(
             kind, out, list(self.tape.map_to_nodes(args)), func, self.tape.map_to_nodes(kwargs)
         )
