@@ -40,7 +40,7 @@ def _is_exact(number: float) -> bool:
 
 @lru_cache(maxsize=1024)
 def _comparisons_of_call(code: CodeType, offset: int) -> tuple[bool, tuple[Comparison, ...]]:
-    """Returns whether the call at an offset (bytes) in a function's code makes an integer, and how it is compared."""
+    """Returns whether the call at an offset of bytecode makes an integer, and how that is compared."""
     tree = _parse_file(code.co_filename)
     if tree is None:
         return False, ()
