@@ -39,7 +39,7 @@ from secc.alloc.problem.pins import Pins
 from secc.alloc.problem.section_load import SectionLoad
 from secc.alloc.problem.stackable_layers import runs_layers_again
 from secc.alloc.problem.types import STRATEGIES, Assignment, Candidate, Problem, Solution
-from secc.alloc.problem.whole_batch import pin_whole_batches
+from secc.alloc.problem.whole_batch import pin_whole_batches, refuse_micro_batches
 from secc.alloc.problem.workload import Workload, build_workload
 from secc.alloc.refine import prefetch_memory
 from secc.alloc.refine.dealt_sections import DealtPlan, choose_dealing
@@ -450,6 +450,7 @@ class Allocate(ModulePass):
         ranks = self._rank_count(cluster)
         names = [s.sym.data for s in graph.sections]
         pins = pins_.parse_pins((*self._stages_of(names), *self.set), names, self.refused)
+        refuse_micro_batches(graph, pins)
         pins = pin_whole_batches(graph, pins)
         for section in graph.sections:
             pins.splits_sequence(section.sym.data)  # refuses an impossible pin

@@ -49,6 +49,12 @@ _DESCRIPTIONS = {
 _MEMORY_VIEWS = {"numpy", "__array__", "__dlpack__", "storage", "untyped_storage", "data_ptr"}
 _SET_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
 Hook = Callable[..., Any]
+STEP_CALLBACK = "on_step"
+HOOK_REMEDY = (
+    "use the weight in a hook of the optimizer, `made.register_step_post_hook(...)` in optimizer(), and"
+    " compile again without --strategy, --dtype and pinned pp, tp and sharding: the plan then keeps the"
+    " weights that hooks use whole on every rank that trains"
+)
 
 
 class WatchedTensors(TorchFunctionMode):
@@ -153,8 +159,7 @@ class PartialWeights:
                 raise UserError(
                     f"{name} writes to {weight}: rank {self.rank} {self.unwritable[weight]}",
                     where,
-                    "let on_step only read weights; hooks of the optimizer may write to the parameters that"
-                    " optimizer() gets",
+                    HOOK_REMEDY,
                 )
             written.add(weight)
 
@@ -189,11 +194,14 @@ class PartialWeights:
 
     def use_error(self, what: str, name: str, reason: str, where: str) -> UserError:
         """Returns the error for a use of a weight in a line."""
+        remedy = (
+            "use the parameters that optimizer() gets; or compile with --strategy colocate and without"
+            " --dtype, tp, pp and sharding: then every rank trains and holds all weights"
+        )
         return UserError(
             f"{what} uses {name}, which it takes from the model: rank {self.rank} {reason}",
             where,
-            "use the parameters that optimizer() gets; or compile with --strategy colocate and without"
-            " --dtype, tp, pp and sharding: then every rank trains and holds all weights",
+            HOOK_REMEDY if what == STEP_CALLBACK else remedy,
         )
 
     def _watch(self, what: str, function: Hook, reasons: Mapping[str, str]) -> Hook:

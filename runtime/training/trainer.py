@@ -56,7 +56,7 @@ from secc.runtime.parameters.gradient_reduction import GradientReducer, build_re
 from secc.runtime.parameters.host_copies import HostCopies
 from secc.runtime.parameters.mixed_precision import cast_model, compute_dtype
 from secc.runtime.parameters.offloaded_optimizer import OffloadedOptimizer, offloaded_parameter_names
-from secc.runtime.parameters.outside_weights import find_partial_weights
+from secc.runtime.parameters.outside_weights import STEP_CALLBACK, find_partial_weights
 from secc.runtime.parameters.parameter_gathers import ParameterGathers
 from secc.runtime.parameters.rank_weights import canonical_names, state_dict_owners
 from secc.runtime.parameters.sharded_optimizer import shard_optimizer
@@ -633,7 +633,7 @@ class Trainer:
 
     def _call_on_step(self, result: StepResult, written: set[str]) -> None:
         """Calls the callbacks of a step, and adds the weights that they write to to `written`."""
-        on_step = self._partial_weights.watch_callback("on_step", self._callbacks.on_step, written)
+        on_step = self._partial_weights.watch_callback(STEP_CALLBACK, self._callbacks.on_step, written)
         # The same random numbers on all ranks: what they write to their weights must be equal.
         with seeded_rngs(derive_item_seed(self.context.seed, -3, self.step_number), self.context.device):
             try:

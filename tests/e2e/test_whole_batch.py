@@ -46,6 +46,16 @@ def test_a_tower_with_batch_norms_takes_all_samples_of_a_step_in_one_micro_batch
     assert [micro_batch_text(s) for s in plan.sections] == ["all of a step", "6"]
 
 
+@pytest.mark.parametrize("key", ["micro_batch", "most_samples", "micro_batch_tokens"])
+def test_a_pinned_size_of_micro_batches_is_refused_for_a_whole_batch(key: str) -> None:
+    options = CompileOptions(cluster="local:2", whole_batch=("tower",), set=(f"tower.{key}=4",))
+    with pytest.raises(
+        UserError, match=f"tower.{key}=4 is impossible: the section takes all samples"
+    ) as refused:
+        compile_model(TOWER, options)
+    assert refused.value.remedy == "leave it out"
+
+
 def test_a_norm_that_is_called_as_a_function_leaves_one_replica(tmp_path: Path) -> None:
     source = (MODELS / "batchnorm.py").read_text()
     called = """class Function(nn.Module):

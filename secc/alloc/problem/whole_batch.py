@@ -33,6 +33,16 @@ def pin_whole_batches(graph: GraphOp, pins: Pins) -> Pins:
     return replace(pins, numbers=numbers)
 
 
+def refuse_micro_batches(graph: GraphOp, pins: Pins) -> None:
+    """Raises UserError for pinned sizes of micro-batches of a section that takes all samples at once."""
+    for section in graph.sections:
+        name = section.sym.data
+        chosen = pins.numbers.get(name, {}) if whole_batch_of_section(graph, section) else {}
+        for key in ("micro_batch", "micro_batch_tokens", "most_samples"):
+            if key in chosen:
+                raise _refusal(name, f"{key}={chosen[key]}", "leave it out")
+
+
 def _require(name: str, chosen: Mapping[str, object], fixed: Mapping[str, object]) -> None:
     wrong: Iterable[str] = (k for k, value in fixed.items() if chosen.get(k, value) != value)
     for key in wrong:
@@ -40,6 +50,6 @@ def _require(name: str, chosen: Mapping[str, object], fixed: Mapping[str, object
 
 
 def _refusal(name: str, choice: str, remedy: str) -> UserError:
-    reason = "the section takes all samples of a step at once (--whole-batch)"
+    reason = "the section takes all samples of a step at once (--whole-batch, or as a note of the plan says)"
     message = f"{name}.{choice} is impossible: {reason}"
     return UserError(message, remedy=remedy)
