@@ -22,7 +22,7 @@ class Model(nn.Module):
         scores = self.head(hidden)
         ce, mse = F.cross_entropy(scores, label), F.mse_loss(hidden, self.teacher(x))
         right = scores.argmax(-1) == label
-        found = {
+        found: dict[str, object] = {
             "loss": ce + 0.5 * mse,
             "ce": ce.detach().item(),
             "mse": mse,
@@ -33,7 +33,7 @@ class Model(nn.Module):
         found |= {
             "right": right.sum().item(),
             "percent": 100 * right.sum().item() / len(label),
-            "total": ce.item() + mse.item() / 2 - 0,
+            "total": ce.item() + mse.item() / 2,
             "accuracy": right[label != 0].float().mean(),
             "weight": weight.sum(),
         }
