@@ -29,9 +29,16 @@ from secc.driver.kept_state import is_in_any, refuse_kept_state
 from secc.driver.loaded_values import refuse_loaded_values
 from secc.driver.optional_inputs import ChangingInput, find_changing_input
 from secc.driver.process_values import refuse_process_values
-from secc.driver.python_draws import GeneratorStates, draws_error, extreme_draws, naming_draws
+from secc.driver.python_draws import (
+    MAKERS,
+    GeneratorStates,
+    draws_error,
+    extreme_draws,
+    naming_draws,
+    select_generators,
+)
 from secc.driver.set_between_steps import refuse_set_values
-from secc.driver.size_branches import find_size_branch
+from secc.driver.size_branches import find_equal_sizes, find_size_branch
 from secc.driver.start_state import values_of_start
 from secc.driver.taken_back import DIVIDED_LAYERS
 from secc.driver.unmet_values import (
@@ -64,7 +71,7 @@ from secc.ir.text_io.verifier import source_line
 from secc.runtime.data.sample_metadata import check_placed_rows, find_placed_rows
 from secc.runtime.host.cpu_threads import limit_threads, restore_threads
 from secc.runtime.host.gc_control import slow_gc
-from secc.runtime.model.kept_values import user_files
+from secc.runtime.model.kept_values import iter_contents, user_files, user_functions
 from secc.runtime.model.source_lines import error_source_line, forward_source_line
 from secc.runtime.plan.batch_sizes import read_symbol_sizes
 from secc.runtime.plan.sample_predicates import describe_pattern
@@ -940,10 +947,16 @@ def _compare_numbers_of_samples(
     blocks = [b for section in compiled.plan.sections if not section.whole_batch for b in section.blocks]
     if compiled.plan.recorded:
         blocks.append("")  # the whole model: statements between modules run for each micro-batch, too
-    if compiled.plan.checks.get("accepted") or (found := find_size_branch(compiled.model, blocks)) is None:
+    if compiled.plan.checks.get("accepted"):
         return
-    compared = [(n, 1) for n in sorted(found.numbers) if n <= count]
-    if len(samples) < count:
+    inside, outside = find_size_branch(compiled.model, blocks), find_equal_sizes(compiled.model, blocks)
+    named = [(n, f.where) for f in (outside, inside) if f is not None for n in f.numbers]
+    # A plan may hold a function of the size that is right for all recorded sizes, and for these, by chance.
+    named += [(n + 1, where) for n, where in named] if outside is not None else []
+    places = {n: where for n, where in reversed(named) if n <= count}
+    compared = [(number, 1) for number in sorted(places)]
+    if (found := inside or outside) is not None and len(samples) < count and count not in places:
+        places[count] = found.where
         compared.append((count, CHECK_MICRO_BATCH))
     for number, size in compared:
         some = [dict(sample) for sample in itertools.islice(itertools.cycle(samples), number)]
@@ -952,9 +965,9 @@ def _compare_numbers_of_samples(
         if rank.compare_step(some, size, _run_reference(compiled, rank, some)).is_exact:
             continue
         if coupling := _find_coupling(compiled, some):
-            raise InexactPlan(f"with {number} samples, {coupling.message}", found.where, coupling.remedy)
+            raise InexactPlan(f"with {number} samples, {coupling.message}", places[number], coupling.remedy)
         message = f"{DecisionCause.SIZE}: {number} samples take another way than few of them"
-        raise UserError(message, found.where, _SIZE_REMEDY)
+        raise InexactPlan(message, places[number], _SIZE_REMEDY)
 
 
 def _refuse_batch_wide_values(
@@ -1077,13 +1090,15 @@ def _run_deterministic_reference(
     A model may draw such numbers without using them (layers skipped with probability 0); so the reference is
     computed twice before it is refused, and with numbers at both ends of their range.
     """
-    states = GeneratorStates()
+    states = GeneratorStates(select_generators(iter_contents(rank.model, compiled.user)))
     reference = _run_reference(compiled, rank, samples)
-    if not (source := states.find_source()):
+    source = states.find_source()
+    functions = user_functions(rank.model, compiled.user)
+    if not source and all(MAKERS.isdisjoint(f.__code__.co_names) for f in functions):
         return reference
-    is_fixed = _equal_bitwise(reference.result, _run_reference(compiled, rank, samples).result)
+    is_fixed = not source or _equal_bitwise(reference.result, _run_reference(compiled, rank, samples).result)
     if not is_fixed or (reference.result and _reads_extreme_draws(compiled, rank, samples, reference.result)):
-        raise draws_error(source, str(compiled.user.path))
+        raise draws_error(source or "a generator without a seed", str(compiled.user.path))
     return reference
 
 
@@ -1094,8 +1109,9 @@ def _reads_extreme_draws(
     reference: LossAndGradients,
 ) -> bool:
     """Whether plain PyTorch has another loss where Python and NumPy draw numbers that few draws are."""
+    kept = select_generators(iter_contents(rank.model, compiled.user))
     for high in (False, True):
-        with extreme_draws(high, user_files(rank.model, compiled.user)), suppress(Exception):
+        with extreme_draws(high, user_files(rank.model, compiled.user), kept), suppress(Exception):
             if rank.run_eager(samples, backward=False).loss != reference.loss:
                 return True
     return False

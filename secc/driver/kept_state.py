@@ -24,17 +24,21 @@ from torch import nn
 
 from secc.driver.cached_functions import CachedFunction
 from secc.driver.changed_weights import WeightChanges, watch_weights
+from secc.driver.kept_iterators import find_advanced_iterators, is_iterator_read
+from secc.driver.kept_lengths import iter_lengths
 from secc.driver.start_state import StartState, are_equal, is_in_any
-from secc.driver.watched_numbers import Origin, watched_number
+from secc.driver.user_backwards import user_backwards
+from secc.driver.watched_numbers import Listener, Origin, watched_number
 from secc.errors import NotEnoughMemory, UserError
 from secc.runtime.model.item_seeds import seeded_rngs
-from secc.runtime.model.kept_values import NUMBERS, KeptValue, iter_values
+from secc.runtime.model.kept_values import NUMBERS, KeptValue, iter_contents, iter_values
 from secc.runtime.model.nested_batch import unflatten_batch
 from secc.runtime.model.source_lines import current_source_line, format_source_line, forward_source_line
 from secc.runtime.model.user_file import UserModel, extract_loss
 from secc.runtime.plan.schema import Plan
 from secc.runtime.randomness.micro_batch_draws import forward_context
 from secc.runtime.recorder.setting_tracker import watch_attributes
+from secc.runtime.sections.gradient_hooks import iter_gradient_hooks
 from secc.runtime.training.eager_reference import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
@@ -147,7 +151,7 @@ def find_kept_state(
     def note_line(module: nn.Module, name: str, _value: Any) -> None:
         lines[id(module), name] = current_source_line()
 
-    initial = [(v, _copy(v.read())) for v in iter_values(model, user)]
+    initial = [(v, _copy(v.read())) for v in _iter_state(model, user)]
     kept_once = [(v, content) for v, content in initial if is_in_any(v.owner, undivided)]
 
     needs_watch = True  # of memory and indices, until a forward has shown that there is nothing to see
@@ -211,15 +215,31 @@ def find_kept_state(
         for value, _ in kept_once:
             second.pop(value.name, None)
         again = run_forward(samples, keeps_weights=not changes.places)[0]
-        values = [v for v in iter_values(model, user) if v.name in second]
+        values = [v for v in _iter_state(model, user) if v.name in second]
         changed = [v for v in values if not are_equal(v.read(), second[v.name])]
         if _differ(loss, again):
             other = [v for v in values if not are_equal(v.read(), first.get(v.name))]
             return None, _describe(model, changed or other, lines)
-        outcome = compute_all() if changed else again
+        outcome = compute_all() if changed or _runs_code_in_backward(model, user) else again
+        changed += [v for v in values if v not in changed and not are_equal(v.read(), second[v.name])]
         compute = partial(compute_all, watches=True)  # other values may be sizes
         read = [v for v in changed if _is_read(v, compute, outcome)]
+        read = read or list(itertools.islice(find_read_iterators(compute), 1))
         return None, _describe(model, read, lines) if read else None
+
+    def find_read_iterators(compute: Callable[[], _Outcome]) -> Iterator[KeptValue]:
+        iterators = find_advanced_iterators(iter_contents(model, user), compute)
+        outcome = compute() if iterators else ()
+
+        def differs() -> bool:
+            return _differ(compute(), outcome)
+
+        def ask(put_watched: Callable[[Listener], None]) -> Iterator[int]:
+            return _numbers_asked_for(put_watched, compute)
+
+        for value in iterators:
+            if not is_in_any(value.owner, undivided) and is_iterator_read(value, differs, other_values, ask):
+                yield value
 
     def find_of_first_call(begin: Callable[[], None]) -> tuple[ChangedWeight | None, KeptState | None]:
         begin()
@@ -232,7 +252,7 @@ def find_kept_state(
             begin()
             with suppress(Exception):
                 run_forward(some)
-            kept = [v for v in iter_values(model, user) if not are_equal(v.read(), whole.get(v.name))]
+            kept = [v for v in _iter_state(model, user) if not are_equal(v.read(), whole.get(v.name))]
             again = partial(compute_all, gradients=bool(kept))
             if (kept or len(some) > 1) and _differ(_outcome_or_nan(again), outcome):
                 found = _describe(model, kept, lines)
@@ -273,6 +293,12 @@ def find_kept_state(
     finally:
         before.restore_values()
         _restore(initial)
+
+
+def _runs_code_in_backward(model: nn.Module, user: UserModel) -> bool:
+    """Whether a backward may run code of the user's."""
+    found = user_backwards(model, user)
+    return bool(found.functions or found.hooked) or any(True for _ in iter_gradient_hooks(model))
 
 
 def _run_backward(model: nn.Module, loss: torch.Tensor) -> list[float]:
@@ -319,9 +345,15 @@ def _are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return float((a - b).double().norm()) <= LOSS_TOLERANCE * float(b.double().norm())
 
 
+def _iter_state(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
+    """Yields the numbers and tensors that are kept, and the lengths of lists and texts."""
+    yield from iter_values(model, user)
+    yield from iter_lengths(model, user)
+
+
 def _read_values(model: nn.Module, user: UserModel) -> dict[str, Any]:
     """Returns copies of all values by name."""
-    return {v.name: _copy(v.read()) for v in iter_values(model, user)}
+    return {v.name: _copy(v.read()) for v in _iter_state(model, user)}
 
 
 def _restore(values: Sequence[tuple[KeptValue, Any]]) -> None:
@@ -354,8 +386,13 @@ def _describe_caches(functions: Sequence[CachedFunction]) -> KeptState:
 def _is_read(value: KeptValue, compute: Callable[[], _Outcome], outcome: _Outcome) -> bool:
     """Whether the loss or its gradients are others, or forward fails, where this value is another one."""
     content = _copy(value.read())
+
+    def put_watched(listener: Listener) -> None:
+        value.write(watched_number(content, listener))
+
     try:
-        for other in itertools.chain(other_values(content), _numbers_asked_for(value, compute)):
+        asked = _numbers_asked_for(put_watched, compute) if type(content) is int else ()
+        for other in itertools.chain(other_values(content), asked):
             value.write(other)
             if _differ(compute(), outcome):
                 return True
@@ -388,16 +425,16 @@ class _AskedNumbers:
         """Code looks for a number in a set or a dict."""
 
 
-def _numbers_asked_for(value: KeptValue, compute: Callable[[], _Outcome]) -> Iterator[int]:
-    """Yields whole numbers with which code that compares this value, also after arithmetic, would take
-    another way (`if self.calls % 1000 == 999`)."""
-    content = value.read()
-    if type(content) is int:
-        asked = _AskedNumbers()
-        value.write(watched_number(content, asked))
-        with suppress(Exception):
-            compute()
-        yield from itertools.islice(asked.found, _MOST_ASKED)
+def _numbers_asked_for(
+    put_watched: Callable[[Listener], None], compute: Callable[[], _Outcome]
+) -> Iterator[int]:
+    """Yields whole numbers with which code that compares numbers, also after arithmetic, would take another
+    way (`if self.calls % 1000 == 999`); `put_watched` lets a listener watch them."""
+    asked = _AskedNumbers()
+    put_watched(asked)
+    with suppress(Exception):
+        compute()
+    yield from itertools.islice(asked.found, _MOST_ASKED)
 
 
 def other_values(content: Any) -> Iterator[Any]:

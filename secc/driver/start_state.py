@@ -11,7 +11,7 @@ import contextlib
 import io
 from collections import deque
 from collections.abc import Collection, Iterator
-from types import CellType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,11 @@ from secc.runtime.model.kept_values import (
     MOST_DEPTH,
     MOST_ENTRIES,
     PLAIN_ATTRIBUTES,
+    is_filled,
     is_plain_object,
     user_classes,
     user_files,
+    user_functions,
 )
 from secc.runtime.model.user_file import UserModel
 
@@ -145,30 +147,13 @@ def _iter_containers(
             yield from _nested(None, content, seen)
     for file in user_files(model, user):
         yield from _nested(None, file, seen)
-    for function in _user_functions(model, user):
+    for function in user_functions(model, user):
         yield from _nested(None, vars(function), seen)
-        cells = (cell for cell in function.__closure__ or () if _is_filled(cell))
+        cells = (cell for cell in function.__closure__ or () if is_filled(cell))
         kept = (function.__defaults__, function.__kwdefaults__, [cell.cell_contents for cell in cells])
         for content in kept:
             for inner in content.values() if isinstance(content, dict) else content or ():
                 yield from _nested(None, inner, seen, MOST_DEPTH)
-
-
-def _user_functions(model: nn.Module, user: UserModel) -> Iterator[FunctionType]:
-    """Yields the functions and methods of the user's files, which may keep values in attributes, in defaults
-    of arguments and in variables of outer functions."""
-    files = user_files(model, user)
-    for names in (*files, *map(vars, user_classes(model))):
-        for function in names.values():
-            if isinstance(function, FunctionType) and any(function.__globals__ is file for file in files):
-                yield function
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # a variable without a value
-        return False
 
 
 def _nested(

@@ -99,6 +99,95 @@ def test_a_counter_that_is_compared_with_a_far_number_is_refused(line: str, tmp_
         check_exactness(make_plan(tmp_path, inside=line), required=True)
 
 
+KEEPERS = """
+import contextvars
+import itertools
+
+TICKS, TURN, NAMES = itertools.count(), contextvars.ContextVar("TURN", default=0), []
+tick = itertools.count().__next__
+
+
+def warm_up():
+    for n in itertools.count():
+        yield 3.0 if n > 700 else 1.0
+
+
+def make_counter():
+    n = 0
+
+    def count_calls():
+        nonlocal n
+        n += 1
+        return n
+
+    return count_calls
+
+
+count_calls, FACTORS = make_counter(), warm_up()
+
+
+def append_call(kept=[]):
+    kept.append(0)
+    return len(kept)
+
+
+class Clock:
+    __slots__ = ("time",)
+    def __init__(self):
+        self.time = 0
+
+
+class Slowed(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Slowed.calls += 1
+        return gradient * (2.0 if Slowed.calls > 700 else 1.0)
+
+
+CLOCK = Clock()
+
+
+"""
+KEPT = {
+    "the global TICKS": "factor = 2.0 if next(TICKS) == 777 else 1.0",
+    "the global tick": "factor = 2.0 if tick() % 1000 == 999 else 1.0",
+    "the global FACTORS": "factor = next(FACTORS)",
+    "the global TURN.get()": "TURN.set(TURN.get() + 1); factor = 2.0 if TURN.get() == 777 else 1.0",
+    "the length of the global NAMES": "NAMES.append('a'); factor = 2.0 if len(NAMES) > 700 else 1.0",
+    "the length of append_call.__defaults__[0]": "factor = 2.0 if append_call() > 700 else 1.0",
+    "count_calls.n": "factor = 2.0 if count_calls() == 777 else 1.0",
+    "the global CLOCK.time": "CLOCK.time += 1; factor = 2.0 if CLOCK.time == 777 else 1.0",
+    "Slowed.calls": "x = Slowed.apply(x)",
+}
+
+
+def make_keeper(folder: Path, line: str) -> CompiledPlan:
+    """Compiles a model with a line in its block that uses what `KEEPERS` defines."""
+    text = MODEL.format(inside=line, outside="pass").replace("class Warm(", f"{KEEPERS}class Warm(")
+    (folder / "net.py").write_text(text)
+    return compile_model(folder / "net.py", CompileOptions(cluster="local:2", global_batch=8))
+
+
+@pytest.mark.parametrize("name", sorted(KEPT))
+def test_what_counts_calls_to_a_far_number_is_refused_wherever_it_is_kept(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"forward keeps {re.escape(name)}"):
+        check_exactness(make_keeper(tmp_path, KEPT[name]), required=True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["self.last = next(TICKS)", "self.seen.append(float(x.detach().mean()))", "TURN.set(TURN.get() + 1)"],
+)
+def test_what_is_counted_or_logged_and_not_read_is_accepted(line: str, tmp_path: Path) -> None:
+    check_exactness(make_keeper(tmp_path, line), required=True)
+
+
 SCALED = "; x = factor * x + ((1 - factor) * x).detach()"
 GRADIENTS = {
     "warm.calls": "self.calls += 1; factor = min(1.0, self.calls / 600)" + SCALED,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from secc.driver.compile import compile_model
 from secc.driver.compile_options import CompileOptions
 from secc.driver.exactness_check import check_exactness
+from secc.driver.python_draws import extreme_draws
 from secc.errors import UserError
 
 MODEL = """
@@ -17,9 +19,13 @@ import numpy as np
 import torch
 from torch import nn
 
+OWN = np.random.default_rng(0)
+draw_one = np.random.default_rng(1).random
+
 class Layers(nn.Module):
     def __init__(self):
         super().__init__()
+        self.own, self.legacy = random.Random(0), np.random.RandomState(0)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x):
@@ -83,3 +89,36 @@ def test_what_rare_draws_change_is_refused_although_two_forwards_agree(drawn: st
 
 def test_draws_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     check_model(tmp_path, "random.random()", 1.5)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "source"),
+    [
+        ("OWN.random() - 0.999", "the generator OWN"),
+        ("-OWN.normal() - 5", "the generator OWN"),
+        ("draw_one() - 0.999", "the generator draw_one"),
+        ("self.own.random() - 0.999", "the generator stack.own"),
+        ("998.5 - self.own.randrange(1000)", "the generator stack.own"),
+        ("self.legacy.rand() - 0.999", "the generator stack.legacy"),
+        ("np.random.default_rng().random() - 0.999", "a generator without a seed"),
+        ("random.Random().random() - 0.999", "a generator without a seed"),
+    ],
+)
+def test_rare_draws_of_generators_that_code_keeps_or_makes_are_refused(
+    drawn: str, source: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=f"forward draws random numbers from {source}"):
+        check_model(tmp_path, f"-({drawn})", 0.0)
+
+
+@pytest.mark.parametrize("drawn", ["OWN.random()", "self.own.random()", "np.random.default_rng().random()"])
+def test_draws_of_own_generators_that_change_nothing_are_accepted(drawn: str, tmp_path: Path) -> None:
+    check_model(tmp_path, drawn, 1.5)
+
+
+@pytest.mark.parametrize("high", [False, True])
+def test_a_loop_that_waits_for_a_draw_ends_where_all_draws_are_extreme(high: bool) -> None:
+    with extreme_draws(high, []):
+        while (random.random() < 0.5) is not high:
+            pass
+        assert abs(random.normalvariate()) > 0 and 0 <= random.betavariate(2, 2) <= 1
