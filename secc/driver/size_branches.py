@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 
+import torch
 from torch import nn
 
 from secc.runtime.model.function_blocks import FunctionBlock
@@ -60,8 +61,8 @@ def _join_branches(branches: Iterable[SizeBranch]) -> SizeBranch | None:
 
 
 def _functions_of_blocks(model: nn.Module, blocks: Sequence[str]) -> Iterator[FunctionType]:
-    """Yields the functions of the user's that may run in blocks: methods of their modules' classes, and what
-    these name in their files."""
+    """Yields the functions of the user's that may run in blocks: methods of their modules' classes, and
+    functions and classes of `autograd.Function` that these name in their files."""
     waiting, seen = list[FunctionType](), set[int]()
     for block in (model.get_submodule(path) for path in blocks):
         if isinstance(block, FunctionBlock):
@@ -75,8 +76,8 @@ def _functions_of_blocks(model: nn.Module, blocks: Sequence[str]) -> Iterator[Fu
             yield function
             own = function.__globals__
             for named in (own.get(name) for name in function.__code__.co_names):
-                is_class = isinstance(named, type) and named.__module__ == own.get("__name__")
-                codes = [getattr(c, "__func__", c) for c in vars(named).values()] if is_class else [named]
+                is_backward = isinstance(named, type) and issubclass(named, torch.autograd.Function)
+                codes = [getattr(c, "__func__", c) for c in vars(named).values()] if is_backward else [named]
                 waiting += (f for f in codes if isinstance(f, FunctionType) and f.__globals__ is own)
 
 
