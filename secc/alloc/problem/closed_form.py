@@ -26,24 +26,28 @@ def evaluate_assignment(problem: Problem, assignment: Assignment) -> PlanValue:
     Raises ValueError if it violates a constraint: excluded candidates, ranks, whole nodes, memory, deadline,
     or the strategy.
     """
-    chosen = {s: candidates[assignment.choice[s]] for s, candidates in problem.sections.items()}
+    choice, group = assignment.choice, assignment.group
+    chosen = {s: candidates[choice[s]] for s, candidates in problem.sections.items()}
     if any(c.excluded for c in chosen.values()):
         raise ValueError("the assignment has an excluded candidate")
-    _check_rules(problem, assignment, chosen)
-    group = assignment.group
+    ranks_of = {s: c.ranks for s, c in chosen.items()}
+    _check_rules(problem, assignment, chosen, ranks_of)
     work = dict.fromkeys(group.values(), 0)
-    memory = dict.fromkeys(group.values(), 0)
-    ranks = dict.fromkeys(group.values(), 0)
-    host = dict.fromkeys(group.values(), 0)
+    memory, host = work.copy(), work.copy()
     ahead = groups_that_run_ahead(chosen, group)
+    crossing = [e for e in problem.edges if group[e.src] != group[e.dst]]
+    sending = {e.src for e in crossing}
     for s, c in chosen.items():
-        work[group[s]] += c.busy_ns if group[s] in ahead else c.time_ns
-        memory[group[s]] += _section_bytes(problem, assignment, s, c)
-        ranks[group[s]] = c.ranks
-        host[group[s]] += c.host_memory
+        own = group[s]
+        work[own] += c.busy_ns if own in ahead else c.time_ns
+        memory[own] += c.memory_ahead if s in sending else c.memory
+        host[own] += c.host_memory
+    for e in crossing:
+        memory[group[e.src]] += e.sent_bytes[choice[e.src]]
+        memory[group[e.dst]] += e.returned_bytes[choice[e.dst]]
     if max(host.values()) > problem.host_capacity:
         raise ValueError("the assignment needs more host memory than there is")
-    ranks_used = sum(ranks.values())
+    ranks_used = sum(ranks_of[g] for g in work)
     if ranks_used > problem.per_node and ranks_used % problem.per_node:
         raise ValueError(f"{ranks_used} ranks are not whole nodes of {problem.per_node}")
     if ranks_used > problem.ranks or max(memory.values()) > problem.capacity:
@@ -77,16 +81,6 @@ def _check_pools(problem: Problem, groups: dict[str, Candidate], memory: dict[st
         raise ValueError(f"ranks of a kind are not whole nodes of {problem.per_node}")
 
 
-def _section_bytes(problem: Problem, assignment: Assignment, section: str, chosen: Candidate) -> int:
-    """Bytes on a rank of a section: its own, and messages to and from sections on other ranks."""
-    crossing = [e for e in problem.edges if assignment.group[e.src] != assignment.group[e.dst]]
-    index = assignment.choice[section]
-    messages = sum(e.sent_bytes[index] for e in crossing if e.src == section) + sum(
-        e.returned_bytes[index] for e in crossing if e.dst == section
-    )
-    return messages + (chosen.memory_ahead if any(e.src == section for e in crossing) else chosen.memory)
-
-
 def _step_time(problem: Problem, assignment: Assignment, work: dict[str, int]) -> int:
     """Step time in ns: the work of each group plus what its sections wait for sections elsewhere."""
     group, choice = assignment.group, assignment.choice
@@ -112,18 +106,20 @@ def _step_time(problem: Problem, assignment: Assignment, work: dict[str, int]) -
     return total
 
 
-def _check_rules(problem: Problem, assignment: Assignment, chosen: dict[str, Candidate]) -> None:
+def _check_rules(
+    problem: Problem, assignment: Assignment, chosen: dict[str, Candidate], ranks_of: dict[str, int]
+) -> None:
     """Checks the rules that do not depend on ranks or memory in total."""
     group = assignment.group
     for s, c in chosen.items():
-        if (c.ranks, c.kind) != (chosen[group[s]].ranks, chosen[group[s]].kind):
+        if (ranks_of[s], c.kind) != (ranks_of[group[s]], chosen[group[s]].kind):
             raise ValueError(f"{s} shares the devices of {group[s]} but has another number or kind of ranks")
     if any(group[a] != group[b] for a, b in problem.together):
         raise ValueError("sections that must share devices do not")
     groups = len(set(group.values()))
     if problem.strategy == "apart" and groups != len(group):
         raise ValueError("sections share devices, but the strategy is apart")
-    everywhere = problem.deadline is not None or next(iter(chosen.values())).ranks == problem.ranks
+    everywhere = problem.deadline is not None or next(iter(ranks_of.values())) == problem.ranks
     if problem.strategy in {"colocate", "uniform"} and not (groups == 1 and everywhere):
         raise ValueError("not all sections are on all ranks")
     if problem.strategy == "uniform" and len({c.micro_batch for c in chosen.values()}) != 1:

@@ -189,6 +189,7 @@ class _LocalSearch:
     plans_with_other_norms: number of plans estimated because they are a good one with other norms.
     promising: plans estimated because the model of steps expects them to be short.
     known: plans that it chooses from, with their steps by the closed forms.
+    closed_forms_ns: steps by the closed forms, None for plans that violate a constraint.
     expanded: plans with neighbours that are among them.
     mixtures: sections that may divide experts.
     seeks_kinds: whether plans of other kinds are sought; a search that goes on from another one leaves them
@@ -217,6 +218,7 @@ class _LocalSearch:
         self.lighter_plans = self.plans_with_other_groups = self.plans_with_other_norms = 0
         self.promising: list[Assignment] = []
         self.known: dict[PlanKey, tuple[Assignment, int]] = {}
+        self.closed_forms_ns: dict[PlanKey, int | None] = {}
         self.expanded = set[PlanKey]()
         self.step_model = StepModel(problem)
         self.mixtures = sections_with_experts(neighbourhood)
@@ -423,8 +425,21 @@ class _LocalSearch:
         )
 
     def _closed_form_ns(self, a: Assignment) -> int:
-        """Step time by the closed forms."""
-        return evaluate_assignment(self.problem, a).time_ns
+        """Step time by the closed forms. Raises ValueError for a plan that violates a constraint."""
+        if (closed_form_ns := self._closed_form_if_feasible(a)) is None:
+            raise ValueError("the plan violates a constraint")
+        return closed_form_ns
+
+    def _closed_form_if_feasible(self, a: Assignment) -> int | None:
+        """Step time by the closed forms (memoised), None for a plan that violates a constraint. Neighbours
+        of similar plans are mostly the same."""
+        key = _plan_key(a)
+        if key not in self.closed_forms_ns:
+            try:
+                self.closed_forms_ns[key] = evaluate_assignment(self.problem, a).time_ns
+            except ValueError:
+                self.closed_forms_ns[key] = None
+        return self.closed_forms_ns[key]
 
     @cached_property
     def _step_resolution_ns(self) -> int:
@@ -468,11 +483,7 @@ class _LocalSearch:
         return a
 
     def _is_feasible(self, a: Assignment) -> bool:
-        try:
-            evaluate_assignment(self.problem, a)
-        except ValueError:
-            return False
-        return True
+        return self._closed_form_if_feasible(a) is not None
 
     # -- plans near it
 
@@ -676,10 +687,9 @@ class _LocalSearch:
         for a in (*changed, *self._plans_with_moved_ranks(origin)):
             key = _plan_key(a)
             if key not in self.known and key not in found:
-                try:
-                    found[key] = a, self._closed_form_ns(a)
-                except ValueError:
-                    continue
+                closed_form_ns = self._closed_form_if_feasible(a)
+                if closed_form_ns is not None:
+                    found[key] = a, closed_form_ns
         return found
 
     def _may_try_promising(self) -> bool:
@@ -835,13 +845,7 @@ class _LocalSearch:
 
     def _feasible_plans(self, options: Iterable[Assignment]) -> list[Assignment]:
         """Plans that violate no constraint, best first by the closed forms."""
-        feasible: list[tuple[tuple[int, int, int], int, Assignment]] = []
-        for i, option in enumerate(options):
-            try:
-                feasible.append((self._closed_form_rank(option), i, option))
-            except ValueError:
-                continue
-        return [option for _, _, option in sorted(feasible, key=lambda t: t[:2])]
+        return sorted(filter(self._is_feasible, options), key=self._closed_form_rank)
 
     def _sort_by_section_time(self, options: Iterable[Assignment]) -> list[Assignment]:
         """Partly changed plans by the sum of their candidates' times; their groups may not match yet."""
