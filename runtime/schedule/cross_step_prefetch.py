@@ -152,6 +152,8 @@ class _PrefetchSelection:
         self.output_edges = {s.name: [e for e in plan.edges if e.src == s.name] for s in prefetching}
         self.memory_limit = int(plan.run_ahead_gib * GIB)
         self.held_bytes: Counter[tuple[str, int]] = Counter()
+        # by section and index of the micro-batch
+        self.known_result_bytes: defaultdict[str, dict[int, list[int]]] = defaultdict(dict)
         self.units = {
             section: _list_units(stages[0], tables[stages[0].name])
             for section, stages in self.stages_by_section.items()
@@ -251,17 +253,29 @@ class _PrefetchSelection:
         """Reserves memory for results of micro-batches on each stage's ranks; returns False if one does not
         fit.
         """
-        more: dict[tuple[str, int], int] = {}
-        for micro in micros:
-            sizes = combine_sizes([self.sizes[p] for p in micro.samples], self.plan.symbols)
-            for s in self.stages_by_section[section]:
-                more[s.name, micro.replica] = sum(
-                    edge_tensor_bytes(e, sizes) for e in self.output_edges[s.name]
-                )
+        stages = self.stages_by_section[section]
+        more = {
+            (s.name, micro.replica): size
+            for micro in micros
+            for s, size in zip(stages, self.count_result_bytes(section, micro), strict=True)
+        }
         if any(self.held_bytes[key] + size > self.memory_limit for key, size in more.items()):
             return False
-        self.held_bytes.update(more)
+        for key, size in more.items():
+            self.held_bytes[key] += size
         return True
+
+    def count_result_bytes(self, section: str, micro: MicroBatch) -> list[int]:
+        """Returns the bytes of a micro-batch's results by stage (memoised: postponed ones are tried again).
+        The tensors between stages are mostly of one kind, which is evaluated once."""
+        known = self.known_result_bytes[section]
+        if micro.index not in known:
+            sizes = combine_sizes([self.sizes[p] for p in micro.samples], self.plan.symbols)
+            edges_by_stage = [self.output_edges[s.name] for s in self.stages_by_section[section]]
+            kinds = {(e.dims, e.dtype): e for edges in edges_by_stage for e in edges}
+            size_of = {kind: edge_tensor_bytes(e, sizes) for kind, e in kinds.items()}
+            known[micro.index] = [sum(size_of[e.dims, e.dtype] for e in edges) for edges in edges_by_stage]
+        return known[micro.index]
 
 
 def _list_units(section: Section, table: MicroBatchTable) -> list[_Unit]:

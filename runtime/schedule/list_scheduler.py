@@ -370,7 +370,8 @@ class _ListScheduler:
         ):
             heappush(self.deferred[slot], self.priority[task])
             return False
-        extra = [r for t in together for r in self.graph.extra_ranks_of(t)]
+        has_extra = bool(self.graph.further_ranks)
+        extra = [r for t in together for r in self.graph.extra_ranks_of(t)] if has_extra else []
         needed = [*extra, *(rank_of[t] for t in together)]
         if not all(map(self.is_free.__getitem__, needed)):
             heappush(self.ready[rank], self.priority[task])

@@ -22,6 +22,7 @@ from secc.alloc.problem.types import Candidate
 from secc.alloc.problem.workload import Workload
 from secc.cost.model.memory import RankMemory, rank_memory
 
+PLAIN_CANDIDATE = Candidate(dp=1, micro_batch=1, time_ns=0)
 # A section may fill all or half of a rank's memory with micro-batches that wait for consumers on other ranks.
 IN_FLIGHT_MEMORY_DIVISORS = (1, 2)
 
@@ -32,8 +33,9 @@ def price_candidate(
     """Computes times and memory of a section in `dp` replicas with micro-batches of `size` samples."""
     busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
     rank = memory_on_rank(work, load, dp, size, sharding, recompute, busy.micro_batches)
-    alternating_bytes = rank.total_bytes(in_flight_alternating(work, load, busy.micro_batches))
-    return _make_candidate(work, load, dp, size, sharding, recompute, busy, rank, alternating_bytes)
+    alternating = in_flight_alternating(work, load, busy.micro_batches)
+    held_bytes = alternating, rank.total_bytes(alternating)
+    return _make_candidate(work, load, dp, size, sharding, recompute, busy, rank, *held_bytes)
 
 
 def with_sample_limit(work: Workload, load: SectionLoad, c: Candidate, most: int) -> Candidate:
@@ -74,13 +76,15 @@ def price_fitting_candidates(
     """
     _, count, _ = expect_micro_batches(load, -(-work.active_sample_count(load) // dp), size)
     rank = memory_on_rank(work, load, dp, size, sharding, recompute, count)
-    alternating_bytes = rank.total_bytes(in_flight_alternating(work, load, count))
+    alternating = in_flight_alternating(work, load, count)
+    alternating_bytes = rank.total_bytes(alternating)
     if capacity is not None and alternating_bytes > capacity:
         return []
     if capacity is not None and host_bytes(work, load, rank) > work.cluster.device.usable_host_memory:
         return []
     busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
-    candidate = _make_candidate(work, load, dp, size, sharding, recompute, busy, rank, alternating_bytes)
+    held_bytes = alternating, alternating_bytes
+    candidate = _make_candidate(work, load, dp, size, sharding, recompute, busy, rank, *held_bytes)
     return _vary_in_flight(work, load, candidate, rank)
 
 
@@ -112,17 +116,18 @@ def _make_candidate(
     recompute: str,
     busy: BusiestReplica,
     rank: RankMemory,
+    alternating: int,
     alternating_bytes: int,
 ) -> Candidate:
     """Builds a candidate from prices: `busy` has the times of its busiest replica, `rank` the memory of one
-    rank by purpose, and `alternating_bytes` the bytes on it while it alternates forwards and backwards."""
+    rank by purpose, `alternating` the micro-batches that it holds while it alternates forwards and backwards,
+    and `alternating_bytes` the bytes on it meanwhile."""
     total, micro_batches, fill, drain = busy
-    alternating = in_flight_alternating(work, load, micro_batches)
     framework = work.cluster.device.framework
     bubble = pipeline_bubble_ns(load, size, busy, recompute) // framework.virtual_stages
     if load.shape.pp == 2:
         bubble += framework.waits_of_two_stages * (fill + drain)
-    return Candidate(
+    return PLAIN_CANDIDATE.with_fields(
         dp=dp,
         micro_batch=size,
         time_ns=total + bubble + update_ns(work, load, dp, sharding, recompute, busy),
@@ -174,7 +179,7 @@ def _vary_in_flight(work: Workload, load: SectionLoad, c: Candidate, rank: RankM
             count = max(least, -(-c.micro_batches // rounds))
             size = rank.total_bytes(count)
         if count < c.micro_batches:
-            by_in_flight[count] = replace(
-                c, in_flight=count, memory_ahead=size, rounds=-(-c.micro_batches // count)
+            by_in_flight[count] = c.with_fields(
+                in_flight=count, memory_ahead=size, rounds=-(-c.micro_batches // count)
             )
     return list(by_in_flight.values())

@@ -31,9 +31,10 @@ def update_ns(
     update = update_times(work, load, dp, sharding)
     deferred = deferred_backward_ns(load, busy.backward_ns, recompute)
     last = deferred if load.shape.backward_parts > 1 else busy.backward_ns
-    exposed = exposed_sums_ns(update.sums, load.cost.trainable_bytes, last)
-    forward = busy.mean_forward_ns
-    return exposed + exposed_gather_ns(update.gathers, update.open_share, forward) + update.optimizer
+    exposed = exposed_sums_ns(update.sums, load.cost.trainable_bytes, last) + update.optimizer
+    if update.gathers:
+        exposed += exposed_gather_ns(update.gathers, update.open_share, busy.mean_forward_ns)
+    return exposed
 
 
 def exposed_sums_ns(sums_ns: int, parameter_bytes: int, last_backward_ns: int) -> int:

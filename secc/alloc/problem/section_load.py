@@ -115,8 +115,8 @@ class SectionLoad:
     cached_numbers: dict[object, tuple[int, int]] = field(
         init=False, repr=False, compare=False, default_factory=dict[object, tuple[int, int]]
     )
-    cached_micro_batches: dict[tuple[int, int], ExpectedMicroBatches] = field(
-        init=False, repr=False, compare=False, default_factory=dict[tuple[int, int], ExpectedMicroBatches]
+    cached_micro_batches: dict[tuple[int, int], ExpectedMicroBatches] = field(  # shared by all shapes
+        repr=False, compare=False, default_factory=dict[tuple[int, int], ExpectedMicroBatches]
     )
     cached_busiest: dict[tuple[int, int, str], BusiestReplica] = field(
         init=False, repr=False, compare=False, default_factory=dict[tuple[int, int, str], BusiestReplica]

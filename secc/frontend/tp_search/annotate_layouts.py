@@ -180,7 +180,8 @@ def annotate_layouts(
 def _paths_with_hooks(meta: nn.Module, cuts: Mapping[str, Collection[str]]) -> list[str]:
     """Returns the paths of layers with a hook on the gradient of a parameter that would be cut, or of what is
     inside: it would see a part, and may pick rows by number. cuts: the names of such parameters, by path."""
-    hooked = {name for name, _, _ in iter_gradient_hooks(meta)}
+    if not (hooked := {name for name, _, _ in iter_gradient_hooks(meta)}):
+        return []
     tensors = {id(p) for n, p in meta.named_parameters() if n in hooked}
     return [
         path
