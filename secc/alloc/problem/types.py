@@ -296,6 +296,10 @@ class Assignment:
     choice: Mapping[str, int]
     group: Mapping[str, str]
 
+    def with_choice(self, section: str, index: int) -> Assignment:
+        """Copy with another candidate of a section."""
+        return Assignment({**self.choice, section: index}, self.group)
+
 
 @dataclass(frozen=True)
 class Solution:

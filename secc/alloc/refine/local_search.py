@@ -475,7 +475,7 @@ class _LocalSearch:
         for s, i in a.choice.items():
             own = self.problem.sections[s][i]
             options = [
-                replace(a, choice={**a.choice, s: k})
+                a.with_choice(s, k)
                 for k in self.candidates_by_ranks[s].get(own.ranks, ())
                 if self.problem.sections[s][k].shape == own.shape
             ]
@@ -587,7 +587,7 @@ class _LocalSearch:
             return False
         own, best = chosen[section], dict[int, Assignment]()
         options = (
-            replace(shortest, choice={**shortest.choice, section: i})
+            shortest.with_choice(section, i)
             for i in self.candidates_by_ranks[section][own.ranks]
             if self.problem.sections[section][i].shape._replace(pp=own.pp, backward_parts=own.backward_parts)
             == own.shape
@@ -680,7 +680,7 @@ class _LocalSearch:
         their steps by the closed forms."""
         found = dict[PlanKey, tuple[Assignment, int]]()
         changed = (
-            replace(origin, choice={**origin.choice, s: k})
+            origin.with_choice(s, k)
             for s, i in origin.choice.items()
             for k in self.candidates_by_ranks[s][self.problem.sections[s][i].ranks]
         )
@@ -714,7 +714,7 @@ class _LocalSearch:
         """The best plan by closed forms that differs in the norms of a section and not in its shape, None if
         there is none."""
         options = (
-            replace(a, choice={**a.choice, section: i})
+            a.with_choice(section, i)
             for i in self.candidates_by_ranks[section][self._parallel_shape(a, section)[-1]]
         )
         alike = (
@@ -797,31 +797,28 @@ class _LocalSearch:
         variants = [a]
         for s, count in ranks.items():
             options = (
-                replace(b, choice={**b.choice, s: i})
-                for b in variants
-                for i in self.candidates_by_ranks[s].get(count, ())
+                b.with_choice(s, i) for b in variants for i in self.candidates_by_ranks[s].get(count, ())
             )
             unfinished = s != list(ranks)[-1]
-            variants = list(
-                islice(
-                    self._diversify_plans(self._feasible_plans(options), a)
-                    if not unfinished
-                    else self._sort_by_section_time(options),
-                    most,
-                )
+            variants = (
+                self._sort_by_section_time(options)[:most]
+                if unfinished
+                else self._diversify_plans(self._feasible_plans(options), a, most)
             )
         return variants
 
-    def _diversify_plans(self, plans: Sequence[Assignment], a: Assignment) -> list[Assignment]:
+    def _diversify_plans(
+        self, plans: Sequence[Assignment], a: Assignment, most: int | None = None
+    ) -> list[Assignment]:
         """Reorders plans such that the first plan that changes some sections comes before the second that
-        changes the same ones.
+        changes the same ones. Returns the first `most` of them, by default all.
 
         Without this, many plans that differ from `a` in minor choices would use up the evaluations. Plans
         that change only norms, micro-batches or memory count as second; of these, norms are a kind of their
         own.
         """
         count_of_kind = Counter[object]()
-        order: list[int] = []
+        order, first_of_kinds = list[int](), list[Assignment]()
         for plan in plans:
             changed = [s for s, i in plan.choice.items() if i != a.choice[s]]
             same_shapes = all(self._parallel_shape(plan, s) == self._parallel_shape(a, s) for s in changed)
@@ -833,7 +830,11 @@ class _LocalSearch:
             )
             order.append(count_of_kind[kind] + same_shapes)
             count_of_kind[kind] += 1
-        return [plan for _, plan in sorted(zip(order, plans, strict=True), key=lambda p: p[0])]
+            if not order[-1]:
+                first_of_kinds.append(plan)
+            if len(first_of_kinds) == most:
+                return first_of_kinds  # none of the others can come before them
+        return [plan for _, plan in sorted(zip(order, plans, strict=True), key=lambda p: p[0])][:most]
 
     def _parallel_shape(self, a: Assignment, section: str) -> tuple[int, int, int, int]:
         """(tp, pp, cp, ranks) of a section in a plan."""

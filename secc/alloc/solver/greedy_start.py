@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from secc.alloc.problem.closed_form import evaluate_assignment
@@ -147,7 +146,7 @@ def _improve_assignment(problem: Problem, a: Assignment) -> tuple[int, Assignmen
         for s, i in _single_changes(problem, current):
             if problem.sections[s][i].busy_ns >= best:
                 continue
-            changed = replace(current, choice={**current.choice, s: i})
+            changed = current.with_choice(s, i)
             try:
                 time = evaluate_assignment(problem, changed).time_ns
             except ValueError:
