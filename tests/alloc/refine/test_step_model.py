@@ -60,3 +60,11 @@ def test_each_plan_is_chosen_at_most_once_and_a_smaller_count_gives_the_first(da
     assert sorted(map(others.index, found)) == [*range(14)]
     few = MODEL.choose_promising(tried, ratios, others, times, 3)
     assert few == found[:3] == MODEL.choose_promising(tried, ratios, others, times, 3)
+
+
+def test_the_distance_of_two_plans_counts_the_choices_that_differ() -> None:
+    """Words that differ count 1, numbers as many times 1/2 as one has to be doubled."""
+    rows = StepModel(Problem({"encoder": ENCODER}, (), 64, 1 << 40)).features["encoder"]
+    distances = abs(rows - rows[0]).sum(axis=1).tolist()
+    assert [(c.micro_batch, c.recompute) for c in ENCODER][:3] == [(1, "none"), (1, "full"), (8, "none")]
+    assert distances == [0, 1, 1.5, 2.5]
