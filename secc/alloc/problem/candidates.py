@@ -34,8 +34,9 @@ def price_candidate(
     busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
     rank = memory_on_rank(work, load, dp, size, sharding, recompute, busy.micro_batches)
     alternating = in_flight_alternating(work, load, busy.micro_batches)
-    held_bytes = alternating, rank.total_bytes(alternating)
-    return _make_candidate(work, load, dp, size, sharding, recompute, busy, rank, *held_bytes)
+    return _make_candidate(
+        work, load, dp, size, sharding, recompute, busy, rank, alternating, rank.total_bytes(alternating)
+    )
 
 
 def with_sample_limit(work: Workload, load: SectionLoad, c: Candidate, most: int) -> Candidate:
@@ -83,8 +84,9 @@ def price_fitting_candidates(
     if capacity is not None and host_bytes(work, load, rank) > work.cluster.device.usable_host_memory:
         return []
     busy = busiest_replica_ns(work, load, dp, size, sharding, recompute)
-    held_bytes = alternating, alternating_bytes
-    candidate = _make_candidate(work, load, dp, size, sharding, recompute, busy, rank, *held_bytes)
+    candidate = _make_candidate(
+        work, load, dp, size, sharding, recompute, busy, rank, alternating, alternating_bytes
+    )
     return _vary_in_flight(work, load, candidate, rank)
 
 
