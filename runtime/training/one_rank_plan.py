@@ -370,10 +370,9 @@ class OneRankPlan:
         coefficients = self.terms_module.coefficients(leaves, total, pattern)
 
         def batch_of(micro: MicroBatch) -> dict[str, Any]:
-            batch = pad_batch(
-                self.user.collate([samples[i] for i in micro.samples]), self.plan.inputs, widths
-            )
-            with own_floats():
+            with own_floats():  # in which glue is recorded, the batch included
+                batch = self.user.collate([samples[i] for i in micro.samples])
+                batch = pad_batch(batch, self.plan.inputs, widths)
                 batch = self.rerecorder.add_recorded_glue(batch, len(micro.samples), micro.section)
             return self._widen(batch)
 

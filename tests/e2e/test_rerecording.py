@@ -3,6 +3,7 @@ compute what plain PyTorch computes."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,16 @@ def test_lists_of_one_sample_and_gradients_without_digits_are_exact() -> None:
         compile_model(MODELS / "click_lists.py", CompileOptions(global_batch=12)), required=True
     ).plan
     assert plan.recorded and not any(s.whole_batch for s in plan.sections)
+
+
+def test_a_block_that_runs_for_its_shapes_is_compared_in_float64(tmp_path: Path) -> None:
+    """Glue is recorded in float32, so its batch has float32, too, while all else computes in float64."""
+    made = compile_model(MODELS / "nested_sets.py", CompileOptions(global_batch=12))
+    rank, samples = rank_of(made, tmp_path), [made.user.dataset()[i] for i in range(12)]
+    reference = rank.run_reference(samples)
+    assert made.plan.recorded and reference.result is not None
+    far = dataclasses.replace(reference.result, loss=2 * reference.result.loss)
+    assert rank.compare_step(samples, 1, dataclasses.replace(reference, result=far)).is_exact
 
 
 @pytest.mark.parametrize("kind", READS)
