@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -59,7 +59,16 @@ def iter_values(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
 def iter_contents(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
     """Yields what outlives a call: buffers and attributes of modules, attributes of classes and functions,
     variables of outer functions, defaults of arguments and globals of the user's files, and what lists,
-    dicts and plain objects among these hold."""
+    dicts and plain objects among these hold. No two have one name: later ones of a name get a number."""
+    count_of_name = Counter[str]()
+    for value in _iter_places(model, user):
+        count_of_name[value.name] += 1
+        number = count_of_name[value.name]
+        yield value if number == 1 else replace(value, name=f"{value.name} ({number})")
+
+
+def _iter_places(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
+    """Yields what outlives a call. Functions that one line makes have one name."""
     objects = set[int]()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else "self."
@@ -93,7 +102,7 @@ def iter_contents(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
 def _places_of_function(function: FunctionType) -> Iterator[KeptValue]:
     """Yields the attributes of a function, the variables of outer functions that it uses, and the defaults of
     its arguments."""
-    own = function.__name__
+    own = function.__qualname__.replace("<locals>.", "")
     for name in list(vars(function)):
         yield _entry(f"{own}.{name}", None, vars(function), name)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

@@ -161,7 +161,7 @@ KEPT = {
     "the global TURN.get()": "TURN.set(TURN.get() + 1); factor = 2.0 if TURN.get() == 777 else 1.0",
     "the length of the global NAMES": "NAMES.append('a'); factor = 2.0 if len(NAMES) > 700 else 1.0",
     "the length of append_call.__defaults__[0]": "factor = 2.0 if append_call() > 700 else 1.0",
-    "count_calls.n": "factor = 2.0 if count_calls() == 777 else 1.0",
+    "make_counter.count_calls.n": "factor = 2.0 if count_calls() == 777 else 1.0",
     "the global CLOCK.time": "CLOCK.time += 1; factor = 2.0 if CLOCK.time == 777 else 1.0",
     "Slowed.calls": "x = Slowed.apply(x)",
 }

@@ -47,3 +47,49 @@ def test_globals_of_one_name_in_two_files_have_names_of_their_own(
         "the global SIZE": 4,
         "the global SIZE of size_helper": 27,
     }
+
+
+FUNCTIONS = """
+import torch
+from torch import nn
+
+
+class Wide(nn.Module):
+    def forward(self, x, scale=2.0):
+        return x * scale
+
+
+class Narrow(nn.Module):
+    def forward(self, x, scale=0.5):
+        return x * scale
+
+
+def make_weigh(weight):
+    return lambda x: x * weight
+
+
+weigh_more, weigh_less = make_weigh(3.0), make_weigh(0.25)
+
+
+def model():
+    return nn.Sequential(Wide(), Narrow())
+
+
+def dataset():
+    return [{"x": torch.zeros(4)}]
+"""
+
+
+def test_values_of_functions_have_names_of_their_own(tmp_path: Path) -> None:
+    """Where two values had one name, an unchanged one looked changed, and was refused if forward reads it."""
+    path = tmp_path / "scaled_twice.py"
+    path.write_text(FUNCTIONS)
+    user = load_model_file(path)
+    values = [(value.name, value.read()) for value in iter_values(user.build_model(), user)]
+    assert len(dict(values)) == len(values)
+    assert {
+        ("Wide.forward.__defaults__[0]", 2.0),
+        ("Narrow.forward.__defaults__[0]", 0.5),
+        ("make_weigh.<lambda>.weight", 3.0),
+        ("make_weigh.<lambda>.weight (2)", 0.25),
+    } <= set(values)
