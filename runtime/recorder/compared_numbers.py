@@ -1,7 +1,8 @@
-"""Numbers that Python reads only to compare them with constants: `n = int(mask.sum())`, then `if n == 0`.
+"""Counts that Python reads only to see whether there is anything: `n = int(mask.sum())`, then `if n == 0`.
 
 Recorded as numbers, they would hold for one micro-batch, or have to be explained by sizes. The code looks at
-the outcome of each comparison, so that is recorded. The source text tells how a number is used.
+the outcome of the comparison, so that is recorded. The source text tells how a number is used. Other numbers
+than none and one are left to blocks: what a whole batch reaches, a micro-batch seldom does.
 """
 
 from __future__ import annotations
@@ -18,32 +19,27 @@ _OPS: dict[type[ast.cmpop], str] = {
     ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
 }  # fmt: skip
 _MIRRORED_OPS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
-Comparison = tuple[str, float]  # the name of an op on a tensor and a number, and the number
+Comparison = tuple[str, int]  # the name of an op on a tensor and a number, and the number
+_TESTS_FOR_NONE = {("eq", 0), ("ne", 0), ("gt", 0), ("le", 0), ("lt", 1), ("ge", 1)}
 
 
 def find_comparisons(tensor: torch.Tensor, frame: FrameType | None) -> tuple[Comparison, ...]:
-    """Returns the comparisons with numbers that are all that a function does with a tensor's number. It reads
-    it in the call that its frame is in, `int(tensor)` or `tensor.item()`. Returns nothing if the
-    function does more, or if its source is not known."""
-    if frame is None:
+    """Returns the comparisons that tell a count from none, if a function does nothing else with a tensor's
+    number. It reads it in the call that its frame is in, `int(tensor)` or `tensor.item()`. Returns nothing if
+    the function does more, or if its source is not known."""
+    if frame is None or tensor.is_floating_point():
         return ()
-    rounds, found = _comparisons_of_call(frame.f_code, frame.f_lasti)
-    if tensor.is_floating_point() and (rounds or not all(_is_exact(number) for _, number in found)):
-        return ()
-    return found
-
-
-def _is_exact(number: float) -> bool:
-    """Whether a number is the same in all dtypes that floats are compared in."""
-    return float(number).is_integer() and abs(number) <= 1 << 8
+    found = _comparisons_of_call(frame.f_code, frame.f_lasti)
+    return found if _TESTS_FOR_NONE.issuperset(found) else ()
 
 
 @lru_cache(maxsize=1024)
-def _comparisons_of_call(code: CodeType, offset: int) -> tuple[bool, tuple[Comparison, ...]]:
-    """Returns whether the call at an offset of bytecode makes an integer, and how that is compared."""
+def _comparisons_of_call(code: CodeType, offset: int) -> tuple[Comparison, ...]:
+    """Returns how the number that the call at an offset of bytecode reads is compared; nothing where it is
+    used otherwise, too."""
     tree = _parse_file(code.co_filename)
     if tree is None:
-        return False, ()
+        return ()
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     line, last_line, column, last_column = list(code.co_positions())[offset // 2]
     call = next(
@@ -64,14 +60,14 @@ def _comparisons_of_call(code: CodeType, offset: int) -> tuple[bool, tuple[Compa
         if isinstance(reader, ast.Attribute)
         else ""
     )
-    if call is None or name not in ("int", "float", "item"):  # which does more than to read
-        return False, ()
+    if call is None or name not in ("int", "item"):  # which does more than to read
+        return ()
     found = set[Comparison]()
     for use in _iter_uses(call, parents):
         if (comparison := _read_comparison(use, parents)) is None:
-            return False, ()
+            return ()
         found.add(comparison)
-    return name == "int", tuple(sorted(found))
+    return tuple(sorted(found))
 
 
 @lru_cache(maxsize=64)
@@ -122,9 +118,5 @@ def _read_comparison(use: ast.expr, parents: dict[ast.AST, ast.AST]) -> Comparis
             return None
 
 
-def _read_constant(node: ast.expr) -> float | None:
-    try:
-        value = ast.literal_eval(node)
-    except ValueError:
-        return None
-    return value if isinstance(value, int | float) else None
+def _read_constant(node: ast.expr) -> int | None:
+    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None

@@ -99,8 +99,10 @@ def read_number(statements: str, tensor: torch.Tensor, folder: Path) -> tuple[tu
 COUNT = torch.tensor(3)
 USES = {
     "if int(t) == 0:\n    y = 1": (("eq", 0),),
-    "n = int(t)\nif 2 < n:\n    y = 1\ny = 5 if n else 6": (("gt", 2), ("ne", 0)),
-    "if (n := int(t)) < -1 or not n:\n    y = 1": (("lt", -1), ("ne", 0)),
+    "n = int(t)\nif 0 < n:\n    y = 1\ny = 5 if n else 6": (("gt", 0), ("ne", 0)),
+    "if (n := int(t)) < 1 or not n:\n    y = 1": (("lt", 1), ("ne", 0)),
+    "y = int(t) > 2": (),
+    "n = int(t)\ny = n == 0 or n > 2": (),
     "n = int(t)\ny = n + (n == 0)": (),
     "n = int(t)\nn = 4\nif n == 0:\n    y = 1": (),
     "y = max(int(t), 1) == 3": (),
@@ -115,7 +117,7 @@ def test_comparisons_are_found_where_a_number_is_used_for_nothing_else(
     assert read_number(statements, COUNT, tmp_path) == USES[statements]
 
 
-def test_a_float_that_python_rounds_is_not_compared(tmp_path: Path) -> None:
+def test_a_float_is_not_compared(tmp_path: Path) -> None:
     mean = torch.tensor(3.0)
     assert read_number("y = int(t) == 0", mean, tmp_path) == ()
     assert read_number("y = int(t) == 0", COUNT, tmp_path) == (("eq", 0),)
