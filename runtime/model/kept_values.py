@@ -72,9 +72,9 @@ def _iter_places(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
     objects = set[int]()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else "self."
-        for name, buffer in module.named_buffers(recurse=False):
-            read = partial(getattr, module, name)
-            yield KeptValue(prefix + name, path, read, _buffer_writer(buffer))
+        for name, _ in module.named_buffers(recurse=False):
+            read, write = partial(getattr, module, name), partial(_write_buffer, module, name)
+            yield KeptValue(prefix + name, path, read, write)
         own = {n: v for n, v in vars(module).items() if n not in PLAIN_ATTRIBUTES}
         for name in own:
             yield from _iter_entries(_entry(prefix + name, path, vars(module), name), objects)
@@ -246,12 +246,10 @@ def user_functions(model: nn.Module, user: UserModel) -> Iterator[FunctionType]:
                 yield function
 
 
-def _buffer_writer(buffer: torch.Tensor) -> Callable[[Any], None]:
-    def write(value: torch.Tensor) -> None:
-        with torch.no_grad():
-            buffer.copy_(value)
-
-    return write
+def _write_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Writes to the buffer of this name, which may be another tensor than before."""
+    with torch.no_grad():
+        module.get_buffer(name).copy_(value)
 
 
 def user_classes(model: nn.Module) -> list[type]:

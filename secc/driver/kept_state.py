@@ -26,7 +26,7 @@ from secc.driver.cached_functions import CachedFunction
 from secc.driver.changed_weights import WeightChanges, watch_weights
 from secc.driver.kept_iterators import find_advanced_iterators, is_iterator_read
 from secc.driver.kept_lengths import iter_lengths
-from secc.driver.start_state import StartState, are_equal, is_in_any
+from secc.driver.start_state import StartState, are_equal, is_in_any, undivided_modules
 from secc.driver.user_backwards import user_backwards
 from secc.driver.watched_numbers import Listener, Origin, watched_number
 from secc.errors import NotEnoughMemory, UserError
@@ -144,7 +144,7 @@ def find_kept_state(
     that earlier calls have left, both outside of blocks that take all samples of a step at once; None for
     what is not there, or if forward fails. Without `start`, what only a first call sets is not seen; without
     `unloaded`, what only a first call of collate sets is not. Values are given back."""
-    undivided = [block for section in plan.sections if section.whole_batch for block in section.blocks]
+    undivided = undivided_modules(plan, model)
     randomness = PlanRandomness(model, plan.draws, plan.symbols)
     lines = dict[tuple[int, str], str]()
 

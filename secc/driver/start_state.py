@@ -30,6 +30,7 @@ from secc.runtime.model.kept_values import (
     user_functions,
 )
 from secc.runtime.model.user_file import UserModel
+from secc.runtime.plan.schema import Plan
 
 _HOOKS = [n for n in sorted(PLAIN_ATTRIBUTES) if n.startswith(("_forward_hooks", "_forward_pre_hooks"))]
 # transformers lets its modules collect results when one of them is called first; that computes nothing.
@@ -114,6 +115,19 @@ def values_of_start(start: StartState | None, model: nn.Module, user: UserModel)
         yield
     finally:
         now.restore_values()
+
+
+def undivided_modules(plan: Plan, model: nn.Module) -> list[str]:
+    """Returns the paths of modules that are called for all samples of a step at once: blocks of sections that
+    take these, what is in them, and what lines of forward that are such a block call alone."""
+    whole = [block for section in plan.sections if section.whole_batch for block in section.blocks]
+    others = [block for section in plan.sections if not section.whole_batch for block in section.blocks]
+    found = {id(m) for block in whole for m in model.get_submodule(block).modules()}
+    return [
+        path
+        for path, module in model.named_modules()
+        if id(module) in found and (is_in_any(path, whole) or not is_in_any(path, others))
+    ]
 
 
 def is_in_any(path: str | None, blocks: Collection[str]) -> bool:

@@ -3,6 +3,7 @@ with the batch) are refused without `--whole-batch`, and with it train as in pla
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,24 @@ def test_a_codebook_moves_as_in_plain_pytorch(
     found = train_distributed(tmp_path / "plan", ranks, 4, tmp_path / "run")
     assert list(find_differences(found, expected)) == []
     assert_buffers_equal(path, 7, 4, tmp_path / "run" / "saved")
+
+
+@pytest.mark.gloo
+def test_lines_that_call_a_module_with_a_running_centre_take_the_whole_batch(tmp_path: Path) -> None:
+    """The block is the lines; the buffer is of the module that they call, on the rank that runs them."""
+    path = write_recording_model("running_centre", tmp_path, MODELS)
+    with pytest.raises(UserError, match="a tensor of the model that forward changes") as refused:
+        compile_model(path, CompileOptions(cluster="local:3", global_batch=9))
+    (block,) = re.findall(r"--whole-batch (line_\d+)", refused.value.remedy)
+    options = CompileOptions(cluster="local:3", global_batch=9, strategy="apart", whole_batch=(block,))
+    compiled = check_exactness(compile_model(path, options), required=True)
+    compiled.write_plan(tmp_path / "plan", report_page)
+    (section,) = (s for s in compiled.plan.sections if s.whole_batch)
+    assert section.blocks == (block,) and 0 not in section.mesh.ranks
+    expected = train_in_one_process(path, 9, 4, tmp_path / "one")
+    found = train_distributed(tmp_path / "plan", 3, 4, tmp_path / "run")
+    assert list(find_differences(found, expected)) == []
+    assert_buffers_equal(path, 9, 4, tmp_path / "run" / "saved")
 
 
 @pytest.mark.gloo
