@@ -34,8 +34,8 @@ class DeferredScalar:
     def __format__(self, spec: str) -> str:
         return "?"
 
-    def compute(self, operation: Callable[..., torch.Tensor], *operands: object) -> DeferredScalar:
-        """Compute an operation on real numbers, of which this is one."""
+    def compute_result(self, operation: Callable[..., torch.Tensor], *operands: object) -> DeferredScalar:
+        """Compute an operation on this and other real numbers."""
         if not all(isinstance(o, DeferredScalar | int | float) for o in operands):
             self.refuse_read()
         with torch.no_grad():
@@ -62,15 +62,23 @@ def _refuse_operation(self: DeferredScalar, *_: object) -> NoReturn:
 def _define_operators() -> None:
     """Define the arithmetic of deferred scalars, and refuse the operators that look at values."""
     for name, operation in {"neg": operator.neg, "pos": operator.pos, "abs": operator.abs}.items():
-        setattr(DeferredScalar, f"__{name}__", lambda self, f=operation: self.compute(f, self))
+        setattr(DeferredScalar, f"__{name}__", lambda self, f=operation: self.compute_result(f, self))
     for name, operation in {
         "add": operator.add,
         "sub": operator.sub,
         "mul": operator.mul,
         "truediv": _divide,
     }.items():
-        setattr(DeferredScalar, f"__{name}__", lambda self, other, f=operation: self.compute(f, self, other))
-        setattr(DeferredScalar, f"__r{name}__", lambda self, other, f=operation: self.compute(f, other, self))
+        setattr(
+            DeferredScalar,
+            f"__{name}__",
+            lambda self, other, f=operation: self.compute_result(f, self, other),
+        )
+        setattr(
+            DeferredScalar,
+            f"__r{name}__",
+            lambda self, other, f=operation: self.compute_result(f, other, self),
+        )
     refused = (
         "bool ceil complex divmod eq float floor floordiv ge gt hash index int le lt mod ne pow round trunc"
     )

@@ -58,14 +58,14 @@ def find_advanced_iterators(contents: Iterable[KeptValue], compute: Callable[[],
 
 def is_iterator_read(
     value: KeptValue,
-    differs: Callable[[], bool],
+    results_differ: Callable[[], bool],
     other_values: Callable[[Any], Iterator[Any]],
     numbers_asked_for: Callable[[Callable[[Listener], None]], Iterator[int]],
 ) -> bool:
-    """Whether results are others where an iterator that forward advances gives others of `other_values`, or
-    numbers with which comparisons have another answer; so they are, for all that is known, where it gives no
-    numbers. `differs` computes and compares; `numbers_asked_for` computes after a function that puts numbers
-    in place which a listener watches."""
+    """Whether results change where an iterator that forward advances gives `other_values` of its own, or
+    numbers that change the answer of a comparison. One that gives anything but numbers and tensors counts as
+    read. `results_differ` computes and compares; `numbers_asked_for` computes with numbers that a listener
+    watches, and yields those that comparisons ask for."""
     content = value.read()
 
     def put_changed(change: Change) -> ChangedIterator:
@@ -78,15 +78,15 @@ def is_iterator_read(
 
     try:
         plain = put_changed(lambda given: given)
-        if differs() or plain.gave_others:
+        if results_differ() or plain.gave_others:
             return True
         for place in range(_MOST_OTHERS):
             put_changed(lambda given, place=place: _nth_or_last(other_values(given), place, given))
-            if differs():
+            if results_differ():
                 return True
         for number in numbers_asked_for(put_watched):
             put_changed(lambda _, number=number: number)
-            if differs():
+            if results_differ():
                 return True
     except Exception:  # as an index beyond a table, or a text in place of an iterator
         return True

@@ -231,14 +231,16 @@ def find_kept_state(
         iterators = find_advanced_iterators(iter_contents(model, user), compute)
         outcome = compute() if iterators else ()
 
-        def differs() -> bool:
+        def results_differ() -> bool:
             return _differ(compute(), outcome)
 
-        def ask(put_watched: Callable[[Listener], None]) -> Iterator[int]:
+        def list_asked_numbers(put_watched: Callable[[Listener], None]) -> Iterator[int]:
             return _numbers_asked_for(put_watched, compute)
 
         for value in iterators:
-            if not is_in_any(value.owner, undivided) and is_iterator_read(value, differs, other_values, ask):
+            if not is_in_any(value.owner, undivided) and is_iterator_read(
+                value, results_differ, other_values, list_asked_numbers
+            ):
                 yield value
 
     def find_of_first_call(begin: Callable[[], None]) -> tuple[ChangedWeight | None, KeptState | None]:
@@ -428,8 +430,8 @@ class _AskedNumbers:
 def _numbers_asked_for(
     put_watched: Callable[[Listener], None], compute: Callable[[], _Outcome]
 ) -> Iterator[int]:
-    """Yields whole numbers with which code that compares numbers, also after arithmetic, would take another
-    way (`if self.calls % 1000 == 999`); `put_watched` lets a listener watch them."""
+    """Yields whole numbers that would let code take another way where it compares numbers, also after
+    arithmetic (`if self.calls % 1000 == 999`); `put_watched` lets a listener watch them."""
     asked = _AskedNumbers()
     put_watched(asked)
     with suppress(Exception):

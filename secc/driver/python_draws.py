@@ -153,11 +153,11 @@ def _numpy_functions(high: bool) -> dict[str, Callable[..., Any]]:
     usual, far = np.random.default_rng(0), _FAR if high else -_FAR
     draw_unit = _limit_draws(lambda: 1 - 2.0**-24 if high else 0.0, usual.random)
 
-    def draw(size: Any = None, *_: Any, **__: Any) -> Any:
+    def draw_numbers(size: Any = None, *_: Any, **__: Any) -> Any:
         return draw_unit() if size is None or size == () else np.full(size, draw_unit())
 
     def draw_uniform(low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
-        return low + (high - low) * draw(size)
+        return low + (high - low) * draw_numbers(size)
 
     def draw_integers(
         low: Any, high: Any = None, size: Any = None, dtype: Any = np.int64, endpoint: bool = False
@@ -170,19 +170,19 @@ def _numpy_functions(high: bool) -> dict[str, Callable[..., Any]]:
     def draw_normal(loc: Any = 0.0, scale: Any = 1.0, size: Any = None) -> Any:
         return loc + scale * (far if size is None or size == () else np.full(size, far))
 
-    def choose(a: Any, size: Any = None, *_: Any, **__: Any) -> Any:
+    def choose_entries(a: Any, size: Any = None, *_: Any, **__: Any) -> Any:
         entries = np.arange(a) if np.ndim(a) == 0 else np.asarray(a)
         return entries[draw_integers(len(entries), size=size)]
 
     return {
-        **dict.fromkeys(("random", "random_sample", "ranf", "sample"), draw),
+        **dict.fromkeys(("random", "random_sample", "ranf", "sample"), draw_numbers),
         **dict.fromkeys(("randint", "integers"), draw_integers),
-        "rand": lambda *size: draw(size),
+        "rand": lambda *size: draw_numbers(size),
         "uniform": draw_uniform,
         "normal": draw_normal,
         "standard_normal": lambda size=None, *_, **__: draw_normal(size=size),
         "randn": lambda *size: draw_normal(size=size),
-        "choice": choose,
+        "choice": choose_entries,
     }
 
 

@@ -1,5 +1,5 @@
-"""A student follows a frozen teacher, whose outputs are centred by their running mean (DINO). The loss module
-keeps the mean in a buffer, and puts a new tensor in its place in each forward."""
+"""A student follows a frozen teacher, and the teacher's outputs are centred by their running mean (DINO). The
+loss module keeps the mean in a buffer, and puts a new tensor in its place in each forward."""
 
 from __future__ import annotations
 
