@@ -281,15 +281,15 @@ def state_dict_owners(plan: Plan, model: nn.Module) -> dict[str, int]:
             first = canonical[name]
             ranks[first] = min(section.mesh.ranks + ((ranks[first],) if first in ranks else ()))
 
-    # By module, since lines of forward that are a block have the modules that they call.
-    holders: dict[int, int] = {}
+    holders: dict[int, int] = {}  # by module, as lines of forward that are a block have those that they call
     for section in plan.sections:
         for block in section.blocks:
             for module in model.get_submodule(block).modules():
                 holders.setdefault(id(module), min(section.mesh.ranks))
 
     def first_rank_of_block(name: str) -> int:
-        return holders.get(id(model.get_submodule(name.rpartition(".")[0])), 0)
+        by_path = (min(s.mesh.ranks) for s in plan.sections for b in s.blocks if name.startswith(f"{b}."))
+        return next(by_path, holders.get(id(model.get_submodule(name.rpartition(".")[0])), 0))
 
     return {
         name: ranks.get(canonical[name], 0) if name in canonical else first_rank_of_block(name)

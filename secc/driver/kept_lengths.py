@@ -22,7 +22,9 @@ def iter_lengths(model: nn.Module, user: UserModel) -> Iterator[KeptValue]:
     for value in iter_contents(model, user):
         if isinstance(value.read(), _COLLECTIONS):
             length = _Length(value)
-            yield KeptValue(f"the length of {value.name}", value.owner, length.read, length.write)
+            yield KeptValue(
+                f"the length of {value.name}", value.owner, length.read_length, length.write_length
+            )
 
 
 class _Length:
@@ -32,12 +34,12 @@ class _Length:
         self._place = place
         self._entries: list[Any] | None = None  # all of them, before the length is replaced
 
-    def read(self) -> int:
+    def read_length(self) -> int:
         """Returns the length; 0 if there is no collection any longer."""
         content = self._place.read()
         return len(content) if isinstance(content, _COLLECTIONS) else 0
 
-    def write(self, length: int) -> None:
+    def write_length(self, length: int) -> None:
         """Gives the collection another length."""
         content = self._place.read()
         if not isinstance(content, _COLLECTIONS):

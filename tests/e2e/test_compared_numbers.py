@@ -72,11 +72,11 @@ def test_a_return_before_the_blocks_is_taken_by_a_count(read: str, tmp_path: Pat
 
 
 def test_a_count_that_decides_otherwise_in_a_whole_batch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=r"early_return\.py:14: .* Python reads a value"):
         compile_with("if int(known.sum()) > 20:", tmp_path)
 
 
-def read_number(statements: str, tensor: torch.Tensor, folder: Path) -> tuple[tuple[str, float], ...]:
+def read_number(statements: str, tensor: torch.Tensor, folder: Path) -> tuple[tuple[str, int], ...]:
     """Returns the comparisons that are found when these statements of a function read the number of `t`."""
     found = []
 
