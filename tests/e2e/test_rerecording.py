@@ -142,6 +142,22 @@ def test_plans_keep_infinite_and_largest_numbers_of_recorded_losses(tmp_path: Pa
     assert compare_results(rank.run_step(samples), expected).is_exact
 
 
+def test_a_sample_alone_infers_a_size_of_a_loss_that_others_compute(tmp_path: Path) -> None:
+    """`scores[:, :4]` of one sample is contiguous, so its `reshape(-1)` is recorded without a copy, as -1."""
+    path = tmp_path / "inferred.py"
+    source = SOURCE.replace("{read}", READS["bool"]).replace("{branch}", BRANCH.format("rare"))
+    path.write_text(
+        source.replace("return F.cross_entropy(", "scores = (")
+        .replace("(h)), y)", "(h)))\n        return scores[:, :4].reshape(-1).square().mean()")
+    )
+    made = compile_model(path, CompileOptions(global_batch=4, set=("model.micro_batch=1",)))
+    rank = rank_of(made, tmp_path)
+    samples = [made.user.load_sample(i) for i in (1, RARE, 3, 4)]
+    assert made.model is not None
+    expected = run_eager(made.model, made.user.collate(samples))
+    assert compare_results(rank.run_step(samples), expected).is_exact
+
+
 @pytest.mark.gloo
 def test_ranks_train_on_a_branch_not_seen_during_capture(tmp_path: Path) -> None:
     """The third global batch holds the sample; one rank records it while the step before trains."""
