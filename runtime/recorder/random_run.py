@@ -38,7 +38,8 @@ _TRIES: tuple[tuple[_Filler, tuple[int, int]], ...] = (
     (torch.Tensor.normal_, (1, 2)),
     (torch.Tensor.normal_, (1, 1)),
 )
-
+# Values of scalars such as a loss, which code may compare with a number (`if loss > 100`).
+_SCALAR_VALUES = (0.0, *(sign * size for size in (1.0, 10.0, 1e3, 1e30) for sign in (1, -1)))
 
 # Makes a call; returns its result and the ids of the tensors in it that are independent of inputs.
 CallRunner = Callable[[Callable[[], Any]], tuple[Any, frozenset[int]]]
@@ -71,8 +72,11 @@ def _layout_with_values(
 
     known = [t for _, t in nested_values.iter_tensors((args, kwargs))]
     unknown = find_fakes(known)
+    scalars = frozenset(
+        i for i, t in enumerate(known) if is_fake(t) and t.dim() == 0 and t.is_floating_point()
+    )
 
-    def run_once(seed: int, integer: int) -> Any:
+    def run_once(seed: int, integer: int, scalar: float | None = None) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             state = {
@@ -83,10 +87,18 @@ def _layout_with_values(
                 (args, kwargs), lambda _, value: _random_value(value, fill, integer)
             )
             tensors = [t for _, t in nested_values.iter_tensors(random_arguments)]
+            if scalar is not None:
+                with torch.no_grad():
+                    for i in scalars:
+                        tensors[i].fill_(scalar)
             versions = tensor_versions(tensors)
             out, input_independent = runs(partial(functional_call, module, state, *random_arguments))
         return result_skeleton(out, tensors, versions, input_independent, unknown)
 
+    if returned := _returned_arguments(run_once(_RANDOM_RUN_SEEDS[0], integers[0])) & scalars:
+        for value in _SCALAR_VALUES:  # another one may give another result: `if loss > 100: loss = loss / 2`
+            with suppress(Exception):
+                unknown |= returned - _returned_arguments(run_once(_RANDOM_RUN_SEEDS[0], integers[0], value))
     skeletons = list(map(run_once, _RANDOM_RUN_SEEDS, integers))
     if skeletons[0] is None or len({_describe_layout(s) for s in skeletons}) > 1:
         return None
@@ -109,6 +121,13 @@ def _result_tensors(skeleton: Any) -> list[ResultTensor]:
         skeleton, lambda _, leaf: found.append(leaf) if isinstance(leaf, ResultTensor) else None
     )
     return found
+
+
+def _returned_arguments(skeleton: Any) -> frozenset[int]:
+    """Return the numbers of the tensor arguments that a result holds as they are."""
+    return frozenset(
+        leaf.argument_index for leaf in _result_tensors(skeleton) if leaf.argument_index is not None
+    )
 
 
 def _lacks_gradient(skeleton: Any, given: Iterable[torch.Tensor]) -> bool:

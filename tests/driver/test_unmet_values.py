@@ -249,6 +249,38 @@ def test_a_temperature_that_a_block_returns_as_it_is_in_all_captures_is_a_result
         check(tmp_path / "model.py")
 
 
+DAMPED = """
+class Damp(nn.Module):
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        if loss.isnan().item():
+            raise ValueError("not a number")
+        BRANCH
+        return loss
+
+
+class TaggedReader"""
+
+
+@pytest.mark.parametrize("branch", ["if loss.item() > 100: loss = 0.1 * loss", "print(float(loss) > 100)"])
+def test_a_bound_of_the_loss_that_no_capture_meets_makes_a_block_of_it_a_result(
+    tmp_path: Path, branch: str
+) -> None:
+    """A loss so far that a block returns whatever its value is no part of the block."""
+    text = MODEL.read_text().replace("\nclass TaggedReader", DAMPED.replace("BRANCH", branch))
+    text = text.replace(RARE, "False").replace(
+        "self.embed, self.head =", "self.damp = Damp()\n        self.embed, self.head ="
+    )
+    text = text.replace("return F.cross", "return self.damp(F.cross").replace(
+        "ignore_index=-100)", "ignore_index=-100))"
+    )
+    (tmp_path / "model.py").write_text(text)
+    if branch.startswith("print"):
+        check(tmp_path / "model.py")
+    else:
+        with pytest.raises(UserError, match="damp takes a value that depends on all samples"):
+            check(tmp_path / "model.py")
+
+
 def test_a_drawn_task_that_is_not_among_the_compared_samples_is_tried_first() -> None:
     samples = [{"task": torch.tensor(i)} for i in (0, 1)]
     drawn = tuple(
