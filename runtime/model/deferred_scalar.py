@@ -34,6 +34,12 @@ class DeferredScalar:
     def __format__(self, spec: str) -> str:
         return "?"
 
+    def __round__(self, digits: int | None = None) -> DeferredScalar:
+        """Return the number as it is: rounded to some digits for the log, it would not add up over samples."""
+        if digits is None or not self.tensor.is_floating_point():
+            self.refuse_read()
+        return self
+
     def compute_result(self, operation: Callable[..., torch.Tensor], *operands: object) -> DeferredScalar:
         """Compute an operation on this and other real numbers."""
         if not all(isinstance(o, DeferredScalar | int | float) for o in operands):
@@ -79,9 +85,7 @@ def _define_operators() -> None:
             f"__r{name}__",
             lambda self, other, f=operation: self.compute_result(f, other, self),
         )
-    refused = (
-        "bool ceil complex divmod eq float floor floordiv ge gt hash index int le lt mod ne pow round trunc"
-    )
+    refused = "bool ceil complex divmod eq float floor floordiv ge gt hash index int le lt mod ne pow trunc"
     for name in (*refused.split(), "rdivmod", "rfloordiv", "rmod", "rpow"):
         setattr(DeferredScalar, f"__{name}__", _refuse_operation)
 

@@ -384,7 +384,8 @@ class GlueRecorder:
         """Raise for a read of values of a tensor (any shape) that are not known while recording."""
         source = describe_origin(self.tape.node_of(tensor))
         remedy = (
-            "leave it out if it is for checks or the log (scalars that forward returns are logged); "
+            "leave it out if it is for checks; if it is for the log, return the tensor instead of the number"
+            " (loss.detach().exp()), since scalars that forward returns are logged; "
             f"else {_COMPUTE_INSIDE_MODULE_REMEDY}"
         )
         message = (

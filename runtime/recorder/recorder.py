@@ -105,6 +105,11 @@ NO_BATCH_STATE_REMEDY = (
     "let what is kept from batch to batch change after the step (in the optimizer, or between runs), "
     "not in forward"
 )
+_SUBCLASS_MESSAGE = (
+    "forward makes a tensor of a class other than torch.Tensor between its modules, or asks for the class of"
+    " one, which cannot be recorded"
+)
+_SUBCLASS_REMEDY = "make and use it inside one nn.Module that takes plain tensors and returns plain ones"
 _NESTED_MESSAGE = "forward makes a nested tensor between its modules, which cannot be recorded"
 _NESTED_REMEDY = (
     "make and use it inside one nn.Module that takes lists or padded tensors and returns padded ones"
@@ -309,6 +314,11 @@ class Recorder:
         except UserError:
             raise
         except (Exception, SystemExit) as error:
+            if "FakeTensor" in str(
+                error
+            ):  # what stands for tensors here has no values, and a class of its own
+                place = error_source_line(error) or where
+                raise BlockError("", None, _SUBCLASS_MESSAGE, place, _SUBCLASS_REMEDY) from error
             message = f"forward raises {type(error).__name__}: {error}"
             collecting = sorted(filter(self._recorded_modules.collects_outputs, self.blocks))
             for path in collecting:

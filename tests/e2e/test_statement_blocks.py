@@ -36,6 +36,7 @@ def name_lines(model: Path, first: str, last: str) -> str:
         ("handed_on", "state, scores", "logits ="),
         ("sentence_lists", "told =", "return F.cross"),
         ("nested_sets", "padded =", "padded ="),
+        ("tagged_tensors", "hidden = hidden.as", "hidden = hidden.as"),
         ("probed_samples", "for row, seen", "apart = apart +"),
         ("penalised_critic", "real = real.req", "(slope,) ="),
         ("adapted_learner", "def score", "losses ="),

@@ -32,7 +32,7 @@ class Model(nn.Module):
         }
         found |= {
             "right": right.sum().item(),
-            "percent": 100 * right.sum().item() / len(label),
+            "percent": round(100 * right.sum().item() / len(label), 12),
             "total": ce.item() + mse.item() / 2,
             "accuracy": right[label != 0].float().mean(),
             "weight": weight.sum(),
