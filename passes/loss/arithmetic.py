@@ -407,7 +407,7 @@ def state_of_quotient(ctx: LossContext, op: Computation) -> ValueState | None:
         if divisor is None:
             if (divided := _scale_items(ctx, op, above, below, divides=True)) is not None:
                 return divided
-            return _refuse_divisor(ctx, op, below)
+            return _divide_by_weighted_sum(ctx, op, above, below) or _refuse_divisor(ctx, op, below)
     parts = term_parts(ctx, above)
     if parts is None:
         stack = ctx.state_of(above) if isinstance(above, SSAValue) else None
@@ -430,6 +430,21 @@ def state_of_quotient(ctx: LossContext, op: Computation) -> ValueState | None:
         return state_of_parts(ctx, [above, divisor], known) if len(known) == len(found) else None
     assert isinstance(below, SSAValue)
     return _divide_entries(ctx, op, parts, above, below)
+
+
+def _divide_by_weighted_sum(
+    ctx: LossContext, op: Computation, above: OperandTerm, below: SSAValue
+) -> ValueState | None:
+    """A sum divided by a sum that inputs decide times a number that no sample decides, as of a buffer or a
+    parameter: `loss.sum() / (mask.sum() * self.weights.sum())`."""
+    parts, divisors = term_parts(ctx, above), ctx.parts_of(below) or ()
+    if parts is None or len(divisors) != 1:
+        return None
+    (divisor,) = divisors
+    if divisor.atom is None or divisor.summed or ctx.carries_samples(divisor.atom):
+        return None
+    scaled = tuple(p.scale_by(UNIT_COEFFICIENT / divisor.coefficient) for p in parts)
+    return _divide_entries(ctx, op, scaled, above, divisor.atom)
 
 
 def _divide_entries(

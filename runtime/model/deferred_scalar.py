@@ -35,7 +35,7 @@ class DeferredScalar:
         return "?"
 
     def __round__(self, digits: int | None = None) -> DeferredScalar:
-        """Return the number as it is: rounded to some digits for the log, it would not add up over samples."""
+        """Return the number as it is: rounded for the log, it would not add up over samples."""
         if digits is None or not self.tensor.is_floating_point():
             self.refuse_read()
         return self

@@ -53,7 +53,8 @@ STEP_CALLBACK = "on_step"
 HOOK_REMEDY = (
     "use the weight in a hook of the optimizer, `made.register_step_post_hook(...)` in optimizer(), and"
     " compile again without --strategy, --dtype and pinned pp, tp and sharding: the plan then keeps the"
-    " weights that hooks use whole on every rank that trains"
+    " weights that hooks use whole on every rank that trains; for a moving average of the trained weights,"
+    " give --ema to secc run"
 )
 
 

@@ -103,4 +103,7 @@ def test_a_number_known_only_at_run_time_is_logged(use: str, tmp_path: Path) -> 
     path.write_text(PATH.read_text().replace('"loss": ce + 0.5 * mse', f'"loss": {use}'))
     with pytest.raises(UserError, match="Python reads a value") as refused:
         compile_model(path, CompileOptions())
-    assert "model.py:" in refused.value.where and "if it is for the log, return the tensor" in refused.value.remedy
+    assert (
+        "model.py:" in refused.value.where
+        and "if it is for the log, return the tensor" in refused.value.remedy
+    )

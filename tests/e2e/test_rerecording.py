@@ -147,8 +147,9 @@ def test_a_sample_alone_infers_a_size_of_a_loss_that_others_compute(tmp_path: Pa
     path = tmp_path / "inferred.py"
     source = SOURCE.replace("{read}", READS["bool"]).replace("{branch}", BRANCH.format("rare"))
     path.write_text(
-        source.replace("return F.cross_entropy(", "scores = (")
-        .replace("(h)), y)", "(h)))\n        return scores[:, :4].reshape(-1).square().mean()")
+        source.replace("return F.cross_entropy(", "scores = (").replace(
+            "(h)), y)", "(h)))\n        return scores[:, :4].reshape(-1).square().mean()"
+        )
     )
     made = compile_model(path, CompileOptions(global_batch=4, set=("model.micro_batch=1",)))
     rank = rank_of(made, tmp_path)

@@ -190,6 +190,8 @@ GROUPS = {
         "((y.pow(2).sum(-1) * mask) / mask.sum()).sum()",
         "(F.mse_loss(y, t, reduction='none').mean(2) * (mask / mask.sum(1, keepdim=True))).sum(1).mean()",
         "torch.dot(F.mse_loss(y, t, reduction='none').mean((1, 2)), share) / share.sum()",
+        "(y.pow(2) * mask[..., None] * self.weight).sum() / (mask.sum() * self.weight.sum())",
+        "(y.pow(2).sum(-1) * mask).sum() / (self.scale.exp() * mask.sum())",
         "torch.einsum('bsv,bsv->', y, t) / mask.sum() + torch.dot(y[:, 0, 0], y[:, 0, 0])",
         "(y.pow(2).mean((1, 2)) * (share - share.mean())).sum()",
         "(y.pow(2).sum(-1) * mask).sum() / torch.maximum(mask.sum(), torch.tensor(1.0)).sqrt()",
