@@ -464,7 +464,10 @@ class Allocate(ModulePass):
                 section.attributes["expert_load"] = float_attr(load)
         work = build_workload(graph, cluster, self.global_batch or SAMPLES_PER_RANK * ranks)
         self._check_options(work, ranks, pins)
-        return work, pins, prefetch_memory.parse_run_ahead(self.run_ahead, work, GIB)
+        run_ahead = prefetch_memory.parse_run_ahead(self.run_ahead)
+        if run_ahead:
+            prefetch_memory.check_can_prefetch(work)
+        return work, pins, run_ahead
 
     def _build_problem(
         self,
@@ -501,7 +504,9 @@ class Allocate(ModulePass):
         return self.ranks or cluster.ranks
 
     def check_choices(self) -> None:
-        """Raises UserError for a strategy, objective or step time that is wrong whatever the model is."""
+        """Raises UserError for a strategy, objective, step time or memory to run ahead with that is wrong
+        whatever the model is."""
+        prefetch_memory.parse_run_ahead(self.run_ahead)
         if self.strategy not in STRATEGIES:
             raise UserError(
                 f"unknown strategy {self.strategy!r}", remedy=f"strategies are {', '.join(STRATEGIES)}"

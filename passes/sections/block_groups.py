@@ -220,6 +220,18 @@ def _blocks_behind_whole(graph: GraphOp) -> set[str]:
     return found - first
 
 
+def split_section_pin(text: str) -> tuple[str, list[str]]:
+    """Splits "name=path+path" into the name of a section and module paths. Raises UserError for any other
+    form."""
+    name, _, paths = text.partition("=")
+    if to_identifier(name) != name or not paths:
+        raise UserError(
+            f"cannot read the section {text!r}",
+            remedy="write name=module.path or name=module.path+other.path",
+        )
+    return name, paths.split("+")
+
+
 def parse_section_pins(graph: GraphOp, sections: Iterable[str]) -> dict[str, str]:
     """Parses the user's sections "name=path+path" into the section of each block at or below the module
     paths.
@@ -228,13 +240,8 @@ def parse_section_pins(graph: GraphOp, sections: Iterable[str]) -> dict[str, str
     """
     chosen: dict[str, str] = {}
     for text in sections:
-        name, _, paths = text.partition("=")
-        if to_identifier(name) != name or not paths:
-            raise UserError(
-                f"cannot read the section {text!r}",
-                remedy="write name=module.path or name=module.path+other.path",
-            )
-        for path in paths.split("+"):
+        name, paths = split_section_pin(text)
+        for path in paths:
             inside = [b for b in graph.blocks if b == path or b.startswith(f"{path}.")]
             taken = [b for b in inside if chosen.get(b, name) != name]
             if not inside or taken:

@@ -633,9 +633,13 @@ class UserModel:
             return ""
         return f"{self.path if file == str(self.path.resolve()) else file}:{line}"
 
-    def call_function(self, function: str, *args: Any, remedy: str = "") -> Any:
-        """Call a function of the model file, which sees one process if it is no callback of a run. Raises
-        UserError if it is missing, not callable, or raises."""
+    def check_functions(self) -> None:
+        """Raise UserError if the file lacks model(), or both dataset() and datasets(), or if one of these names
+        is not a function."""
+        self._find_function("model")
+        self._find_function("datasets" if self.defines("datasets") else "dataset")
+
+    def _find_function(self, function: str) -> Callable[..., Any]:
         member = getattr(self.module, function, None)
         if member is None:
             raise UserError(
@@ -647,6 +651,12 @@ class UserModel:
                 str(self.path),
                 "make it a function",
             )
+        return member
+
+    def call_function(self, function: str, *args: Any, remedy: str = "") -> Any:
+        """Call a function of the model file, which sees one process if it is no callback of a run. Raises
+        UserError if it is missing, not callable, or raises."""
+        member = self._find_function(function)
         with nullcontext() if function in CALLBACKS else hidden_ranks():
             return self.call_guarded(f"{function}()", lambda: member(*args), remedy)
 

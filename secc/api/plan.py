@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from secc.api.model import Model, load
 from secc.api.results import Comparison, ExactnessCheck, Explanation, RunResult, Simulation
-from secc.driver.compile_options import CompileOptions
+from secc.driver.compile_options import CompileOptions, as_texts
 from secc.errors import TooManyRanks, UserError
 from secc.report.plan_brief import plan_brief
 from secc.report.text_table import TextTable
@@ -164,13 +165,17 @@ class Plan:
                 process.terminate()
                 raise
         if process.returncode == 2:
-            errors = [line for line in output if line.startswith(("error: ", "secc: "))]
-            message = (errors[-1] if errors else "".join(output[-3:])).partition(": ")[2].strip()
-            raise UserError(message)
+            raise UserError(_last_error("".join(output)))
         if process.returncode:
             raise RuntimeError(f"secc {command} ended with exit code {process.returncode}; see its output")
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[before:]]
         return make_run_result(logs, lines)
+
+
+def _last_error(output: str) -> str:
+    """Returns the last error message of a command, with the indented lines that say what to do."""
+    found = re.findall(r"^(?:error|secc): (.*\n(?: .*\n)*)", output, re.MULTILINE)
+    return (found[-1] if found else output[-1000:]).strip()
 
 
 def make_run_result(log_dir: Path, lines: Sequence[dict[str, Any]]) -> RunResult:
@@ -211,14 +216,12 @@ def compile(
     """Compiles a model into the plan directory `out`, and returns the plan.
 
     `set`: pinned choices, `{"student.tp": 2}` or `["student.tp=2"]`. `check`: compare the plan with plain
-    PyTorch, if the model fits on this machine. Further `options` are the fields of
-    `secc.driver.compile_options.CompileOptions`, as the options of `secc compile`. Raises UserError.
+    PyTorch, if the model fits on this machine. Further `options` are those of `secc compile`, with `_` for
+    `-`; one that may be repeated takes a list. Raises UserError.
     """
     _refuse_in_model_file()
-    known = {f.name for f in dataclasses.fields(CompileOptions)}
-    if unknown := sorted(options.keys() - known):
-        raise UserError(f"unknown option {unknown[0]!r}", remedy=f"options are {', '.join(sorted(known))}")
-    made = CompileOptions(cluster=cluster, global_batch=global_batch, set=choice_texts(set), **options)
+    given = {"cluster": cluster, "global_batch": global_batch, "set": choice_texts(set), **options}
+    made = CompileOptions.from_user(given)
     compiled = compile_to_directory(_as_model(model).path, made, Path(out), check, progress)
     samples = compiled.user.sample_count
     few = (repeated_samples_text(samples, global_batch),) if samples and samples < global_batch else ()
@@ -319,11 +322,11 @@ def check(
         global_batch=8 * (ranks or _CHECK_RANKS),
         stats_samples=stats_samples,
         small=small,
-        accept=tuple(accept),
+        accept=as_texts(accept),
         balance_loss=balance_loss,
         global_sums=global_sums,
-        gather=tuple(gather),
-        whole_batch=tuple(whole_batch),
+        gather=as_texts(gather),
+        whole_batch=as_texts(whole_batch),
         compared_only=True,
     )
     try:

@@ -11,9 +11,11 @@ import functools
 import io
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from math import gcd
 from pathlib import Path
@@ -25,7 +27,7 @@ from xdsl.passes import ModulePass
 
 from secc import __version__, process_map
 from secc.alloc.problem.build_problem import PARALLEL_PRICING_RANKS
-from secc.alloc.problem.pins import refuse_contradicting_pins
+from secc.alloc.problem.pins import check_pins, named_sections
 from secc.cluster import parse_cluster
 from secc.codegen import plan_builder as plan_codegen
 from secc.codegen.fused_module import plan_rewrites, render_fused_module
@@ -80,8 +82,11 @@ from secc.frontend.tp_search.routing_counts import (
 from secc.ir.analysis.dataflow import get_number, get_string
 from secc.ir.analysis.tp_layouts import expert_counts
 from secc.ir.dialect.ops import WHOLE_ATTRIBUTE, GraphOp, graph_of
+from secc.ir.dialect.readable_names import to_identifier
 from secc.passes.allocate import Allocate
 from secc.passes.fusion.fuse_when import reason_not_to_fuse
+from secc.passes.loss.gathered_rows import check_names
+from secc.passes.sections.block_groups import parse_section_pins, split_section_pin
 from secc.runtime.fusion.install import installed_temporarily
 from secc.runtime.host.cpu_threads import limit_threads, restore_threads
 from secc.runtime.host.gc_control import pause_gc, slow_gc
@@ -106,6 +111,7 @@ from secc.runtime.sections.gradient_hooks import describe_hook, iter_gradient_ho
 TimedStep = Callable[[str], contextlib.AbstractContextManager[None]]
 WIDTHS = ("auto", "own", "global")  # of micro-batches
 PACK_CHOICES = ("never", "always", "auto")
+MAX_GLOBAL_BATCH = 1 << 17  # samples; the search orders each, which takes some 60 KB of memory a sample
 MAX_LOCAL_MODEL_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
 
 
@@ -214,6 +220,7 @@ def compile_model(
     clock = _StepClock(progress)
     states = GeneratorStates()
     user, meta, ref, survey, inputs, capture, unloaded = load_and_capture(path, options, clock.measure)
+    _check_pinned_sections(options, meta, capture)
     drawn_from, files = states.find_source(), StartState(meta, user, with_modules=False)
     limit_threads(meta)
     with clock.measure("build the model here"):
@@ -250,7 +257,7 @@ def compile_model(
         return module
 
     def make_passes(**changes: tuple[str, ...]) -> tuple[ModulePass, ...]:
-        return build_pipeline(dataclasses.replace(options, **changes), options.sections)
+        return build_pipeline(dataclasses.replace(options, **changes), options.section)
 
     source = CapturedModel(user, meta, model, survey, inputs, batches, capture, make_ir, make_passes)
     with process_map.run_in_background(
@@ -308,7 +315,9 @@ def _validate_options(options: CompileOptions) -> None:
     for step in build_pipeline(options):
         if isinstance(step, Allocate):
             step.check_choices()
-    refuse_contradicting_pins(options.set)
+    check_pins(options.set)
+    for text in options.section:
+        split_section_pin(text)
     compute_dtype(options.dtype)
     numbers = (
         ("--global-batch", options.global_batch),
@@ -318,6 +327,11 @@ def _validate_options(options: CompileOptions) -> None:
     for name, number in numbers:
         if number is not None and number < 1:
             raise UserError(f"{name}: expected at least 1, got {number}", remedy="give a larger number")
+    if options.global_batch > MAX_GLOBAL_BATCH:
+        raise UserError(
+            f"--global-batch: expected at most {MAX_GLOBAL_BATCH:,} samples, got {options.global_batch:,}",
+            remedy="give the number of samples in an optimizer step, not that of their tokens",
+        )
     if options.widths not in WIDTHS:
         raise UserError(f"unknown widths {options.widths!r}", remedy=f"widths are {', '.join(WIDTHS)}")
     if options.pack not in PACK_CHOICES:
@@ -325,6 +339,31 @@ def _validate_options(options: CompileOptions) -> None:
     cluster = parse_cluster(options.cluster)
     if options.costs:
         costs.read_measured_costs(Path(options.costs)).check_hardware(cluster)
+    if options.stats is not None:
+        statistics.load_statistics(options.stats)
+
+
+def _check_named_blocks(options: CompileOptions, graph: GraphOp) -> None:
+    """Raises UserError for options that name blocks which the model lacks. Passes would find them, too, but
+    only after all blocks have been measured."""
+    parse_section_pins(graph, options.section)
+    check_names(graph, "--gather", options.gather)
+    check_names(graph, "--whole-batch", options.whole_batch)
+
+
+def _check_pinned_sections(options: CompileOptions, meta: nn.Module, capture: Capture) -> None:
+    """Raises UserError for a pin on a section that no plan of the model can have. Sections are named after
+    modules, with a suffix where several share one; which there are is known once blocks have been grouped."""
+    paths = [*dict(meta.named_modules()), *capture.blocks]
+    tails = {path[start.end() :] for path in paths for start in re.finditer(r"^|\.", path)}
+    names = {to_identifier(tail) for tail in tails} | {text.partition("=")[0] for text in options.section}
+    for section, pin in named_sections(options.set).items():
+        if section not in names and not any(section.startswith(f"{name}_") for name in names):
+            near = "".join(f", such as {name}" for name in get_close_matches(section, names, n=1))
+            raise UserError(
+                f"{pin}: unknown section {section!r}",
+                remedy=f"sections are named after modules{near}; `secc check MODEL.py` lists them",
+            )
 
 
 def load_and_capture(
@@ -338,6 +377,7 @@ def load_and_capture(
     """
     with time_step("read the model file"), pause_gc(exempt=True):  # what it imports is never garbage
         user = load_model_file(path)
+        user.check_functions()
         if options.small:
             user = user.as_small()
     with time_step("build the model on the meta device"), pause_gc(exempt=True):  # may import
@@ -413,6 +453,7 @@ def _build_annotated_ir(
     where blocks take samples, the padding policy, costs of block calls, and modules that fused operators can
     replace."""
     module = to_ir.capture_to_ir(capture)
+    _check_named_blocks(options, graph_of(module))
     annotate_linear_blocks(module, meta)
     annotate_block_layouts(module, meta)
     graph_of(module).properties["widths"] = StringAttr(width)
@@ -439,7 +480,7 @@ def _declare_fusions(
     """Declares what `fuse-blocks` may rewrite in the user's modules, and measures the calls with those
     rewrites."""
     graph = graph_of(module)
-    declare_rewrites(graph, find_fusions(meta, graph.blocks, options.without, cache.traced_sites))
+    declare_rewrites(graph, find_fusions(meta, graph.blocks, options.no_fuse_rule, cache.traced_sites))
     if graph.rewrites:
         with installed_temporarily(meta, plan_rewrites(graph), render_fused_module(graph)):
             annotate_calls(module, meta, samples, FUSED_PREFIX, cache.fused_costs)

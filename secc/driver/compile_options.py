@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
+
+from secc.errors import UserError
 
 BALANCE_CHOICES = ("micro-batch", "global")
 
@@ -36,14 +41,14 @@ class CompileOptions:
     objective: str = "time"  # or "gpus": as few ranks as a step of `step_time` seconds takes
     step_time: float = 0.0  # seconds
     set: tuple[str, ...] = ()
-    sections: tuple[str, ...] = ()
+    section: tuple[str, ...] = ()
     max_sections: int | None = None
     stats_samples: int = 64
     widths: str = "auto"
     pack: str = "never"  # or "always", "auto"
     small: bool | None = False  # plan small_model(); None: if model() is too large to be built here
     fuse: bool | None = None  # None: where the cluster has GPUs
-    without: tuple[str, ...] = ()
+    no_fuse_rule: tuple[str, ...] = ()
     accept: tuple[str, ...] = ()
     balance_loss: str = ""  # "micro-batch" or "global"; "": refuse a balance loss
     global_sums: bool = False  # functions of sums over the batch: from those of the global batch
@@ -61,3 +66,28 @@ class CompileOptions:
     stages: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
     proven: tuple[str, ...] = ()
+
+    @staticmethod
+    def from_user(given: Mapping[str, Any]) -> CompileOptions:
+        """Returns the options that a user gives by name; one text stands for a list of one. Raises UserError
+        for a name that is no option of `secc compile`."""
+        names = [f.name for f in fields(CompileOptions)]
+        names = names[: names.index("compared_only")]
+        if unknown := sorted(given.keys() - set(names)):
+            near = get_close_matches(unknown[0], names, n=1)
+            remedy = f"write {near[0]}=; " if near else ""
+            raise UserError(
+                f"unknown option {unknown[0]!r}", remedy=f"{remedy}options are {', '.join(sorted(names))}"
+            )
+        read = {"tuple[str, ...]": as_texts, "Path | None": _as_path}
+        types = {f.name: f.type for f in fields(CompileOptions)}
+        return CompileOptions(**{n: read.get(str(types[n]), lambda x: x)(v) for n, v in given.items()})
+
+
+def as_texts(value: str | Iterable[str]) -> tuple[str, ...]:
+    """Returns the texts of an option that may be repeated; one text stands for a list of one."""
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _as_path(value: str | Path | None) -> Path | None:
+    return None if value is None else Path(value)

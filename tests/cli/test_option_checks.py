@@ -37,9 +37,14 @@ def model_file(tmp_path: Path) -> Path:
         ("--objective", "foo", "unknown objective 'foo'"),
         ("--step-time", "1.5", "expected a positive, finite step time with the objective gpus"),
         ("--global-batch", "0", "--global-batch: expected at least 1, got 0"),
+        ("--global-batch", "4000000", "expected at most 131,072 samples, got 4,000,000"),
+        ("--run-ahead", "lots", "expected a number of GiB"),
+        ("--stats", "no.json", "no.json: cannot read the statistics"),
+        ("--section", "lm", "cannot read the section 'lm'"),
         ("--stats-samples", "0", "--stats-samples: expected at least 1, got 0"),
         ("--max-sections", "0", "--max-sections: expected at least 1, got 0"),
         ("--widths", "foo", "unknown widths 'foo'"),
+        ("--set", "inner.zero=3", "write inner.sharding=zero3"),
     ],
 )
 def test_wrong_option_is_found_before_the_model_is_read(
@@ -48,6 +53,29 @@ def test_wrong_option_is_found_before_the_model_is_read(
     arguments = ["compile", str(tmp_path / "missing.py"), "-o", str(tmp_path / "plan"), option, value]
     message = error_message_of(capsys, *arguments)
     assert part in message and "what to do" in message
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "part"),
+    [
+        (
+            "--set",
+            "iner.dp=1",
+            "unknown section 'iner'\n  what to do: sections are named after modules, such as",
+        ),
+        ("--set", "inner.with=lm", "unknown section 'lm'\n  what to do: sections are named after modules;"),
+        ("--section", "a=outer", "no block at or below 'outer'"),
+        ("--gather", "outer", "the model has no such block"),
+        ("--whole-batch", "outer", "the model has no such block"),
+    ],
+)
+def test_a_name_that_the_model_lacks_is_found_before_blocks_are_measured(
+    model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, part: str
+) -> None:
+    arguments = ["--cluster", "local:1", option, value]
+    message = error_message_of(capsys, "compile", str(model_file), "-o", str(tmp_path / "plan"), *arguments)
+    assert part in message and "what to do" in message
+    assert "capture" in message and "find possible tp" not in message
 
 
 def test_check_refuses_an_optimizer_that_is_none(

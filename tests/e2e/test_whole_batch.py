@@ -81,7 +81,7 @@ class Classifier"""
                 cluster="local:2",
                 whole_batch=("norm",),
                 set=("model.dp=2",),
-                sections=("model=inner+norm+head",),
+                section=("model=inner+norm+head",),
             ),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 from secc.errors import UserError
 from secc.runtime.plan.schema import OVERLAPS, PLACEMENTS
@@ -180,13 +181,26 @@ class Pins:
         return ", ".join(pins + [f"{s}.{EXPERT_LOAD}={n:g}" for s, n in self.expert_loads.items()])
 
 
-def refuse_contradicting_pins(texts: Iterable[str]) -> None:
-    """Raises UserError if a user pins two values of one key of a section."""
+def check_pins(texts: Iterable[str]) -> None:
+    """Raises UserError for pins that are wrong whatever the sections are: an unknown form, key or value, or
+    two values of one key of a section."""
     given: dict[str, str] = {}
     for text in texts:
-        key = text.partition("=")[0]
-        if not key.endswith(".with") and (earlier := given.setdefault(key, text)) != text:
+        section, key, value = _split_pin(text)
+        _parse_value(text, key, value)
+        if key != "with" and (earlier := given.setdefault(f"{section}.{key}", text)) != text:
             raise UserError(f"{earlier} and {text} contradict each other", remedy="leave one of them out")
+
+
+def named_sections(texts: Iterable[str]) -> dict[str, str]:
+    """Returns the sections that pins name, each with the first pin that does."""
+    found: dict[str, str] = {}
+    for text in texts:
+        section, key, value = _split_pin(text)
+        found.setdefault(section, text)
+        if key == "with":
+            found.setdefault(value, text)
+    return found
 
 
 def parse_pins(texts: Iterable[str], sections: Iterable[str], refused: Iterable[str] = ()) -> Pins:
@@ -198,42 +212,67 @@ def parse_pins(texts: Iterable[str], sections: Iterable[str], refused: Iterable[
     together: list[tuple[str, str]] = []
     expert_loads: dict[str, float] = {}
     for text in texts:
-        section, key, value = _split_pin(text, names)
+        section, key, value = _split_pin(text)
+        if section not in names:
+            raise UserError(f"{text}: unknown section {section!r}", remedy=f"sections are {', '.join(names)}")
+        parsed = _parse_value(text, key, value)
         if key == "with":
             if value not in names or value == section:
+                others = ", ".join(name for name in names if name != section)
                 raise UserError(
                     f"{text}: expected another section, got {value!r}",
-                    remedy=f"choose one of {', '.join(names)}",
+                    remedy=f"choose one of {others}" if others else "leave it out: there is one section only",
                 )
             together.append((section, value))
-        elif key in PIN_WORDS:
-            if value not in PIN_WORDS[key]:
-                raise UserError(
-                    f"{text}: unknown {key} {value!r}",
-                    remedy=f"choose one of {', '.join(PIN_WORDS[key])}",
-                )
-            words.setdefault(section, {})[key] = value
-        elif key == EXPERT_LOAD:
-            expert_loads[section] = _parse_exponent(text, value)
+        elif isinstance(parsed, str):
+            words.setdefault(section, {})[key] = parsed
+        elif isinstance(parsed, int):
+            values.setdefault(section, {})[key] = parsed
         else:
-            values.setdefault(section, {})[key] = _parse_count(text, value)
+            expert_loads[section] = parsed
     return Pins(values, words, tuple(together), frozenset(refused), expert_loads)
 
 
-def _split_pin(text: str, names: list[str]) -> tuple[str, str, str]:
+def _split_pin(text: str) -> tuple[str, str, str]:
     """Splits NAME.KEY=VALUE into its three parts; the name may contain dots."""
     left, equals, value = text.partition("=")
     section, dot, key = left.rpartition(".")
-    if not (equals and dot and value):
+    if not (equals and dot and section and value):
         raise UserError(
-            f"expected a choice of the form NAME.KEY=VALUE, got {text!r}",
+            f"expected a choice of the form SECTION.KEY=VALUE, got {text!r}",
             remedy="write for example language_model.dp=2",
         )
-    if section not in names:
-        raise UserError(f"{text}: unknown section {section!r}", remedy=f"sections are {', '.join(names)}")
     if key not in PIN_KEYS:
-        raise UserError(f"{text}: unknown key {key!r}", remedy=f"keys are {', '.join(PIN_KEYS)}")
+        meant = _likely_choice(key, value)
+        raise UserError(
+            f"{text}: unknown key {key!r}",
+            remedy=f"{f'write {section}.{meant}; ' if meant else ''}keys are {', '.join(PIN_KEYS)}",
+        )
     return section, key, value
+
+
+def _likely_choice(key: str, value: str) -> str:
+    """Returns KEY=VALUE that the user may have meant by an unknown key, "" if there is none: zero=3 means
+    sharding=zero3, checkpointing=full means recompute=full."""
+    found = [(k, w) for k, words in PIN_WORDS.items() for w in words if w in (value, f"{key}{value}")]
+    if len(found) == 1:
+        return f"{found[0][0]}={found[0][1]}"
+    return "".join(f"{k}={value}" for k in get_close_matches(key, PIN_KEYS, n=1))
+
+
+def _parse_value(text: str, key: str, value: str) -> str | int | float:
+    """Returns the value of a pin: a word, a count, or a float for the exponent of expert loads."""
+    if key == EXPERT_LOAD:
+        return _parse_exponent(text, value)
+    if key == "with":
+        return value
+    if key not in PIN_WORDS:
+        return _parse_count(text, value)
+    if value not in PIN_WORDS[key]:
+        raise UserError(
+            f"{text}: unknown {key} {value!r}", remedy=f"choose one of {', '.join(PIN_WORDS[key])}"
+        )
+    return value
 
 
 def _parse_exponent(text: str, value: str) -> float:
@@ -252,6 +291,7 @@ def _parse_exponent(text: str, value: str) -> float:
 def _parse_count(text: str, value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise UserError(
-            f"{text}: expected an integer of at least 1, got {value!r}", remedy="correct the number"
+            f"{text}: expected an integer of at least 1, got {value!r}",
+            remedy=f"write for example {text.partition('=')[0]}=2",
         )
     return int(value)

@@ -22,6 +22,7 @@ from secc.alloc.problem.closed_form import PlanValue, groups_that_run_ahead
 from secc.alloc.problem.size_spread import PERMILLE
 from secc.alloc.problem.types import AllocEdge, Assignment, Candidate, Problem
 from secc.alloc.problem.workload import Workload
+from secc.cluster import GIB
 from secc.cost.model.patterns_and_transfers import SectionTransfer, micro_batch_sizes
 from secc.errors import UserError
 from secc.runtime.plan.expr_eval import evaluate_expr
@@ -33,15 +34,12 @@ PREFETCHED_PER_CONSUMER = 4
 LEAST_PREFETCHED = 2
 
 
-def parse_run_ahead(text: str, work: Workload, gib: int) -> int | None:
-    """Parses `--run-ahead`: bytes on a rank, None for `auto`.
-
-    Raises UserError for other text, and for a model without a section that can prefetch.
-    """
+def parse_run_ahead(text: str) -> int | None:
+    """Parses `--run-ahead`: bytes on a rank, None for `auto`. Raises UserError for other text."""
     if text == RUN_AHEAD_AUTO:
         return None
     try:
-        size_bytes = int(float(text) * gib)
+        size_bytes = int(float(text) * GIB)
     except (ValueError, OverflowError):
         size_bytes = -1
     if size_bytes < 0:
@@ -49,10 +47,14 @@ def parse_run_ahead(text: str, work: Workload, gib: int) -> int | None:
             f'--run-ahead: expected a number of GiB or "auto", got {text!r}',
             remedy="give --run-ahead GIB, 0 for none, or auto",
         )
-    if size_bytes and not prefetchable_sections(work):
+    return size_bytes
+
+
+def check_can_prefetch(work: Workload) -> None:
+    """Raises UserError for a model without a section that can compute for the next step."""
+    if not prefetchable_sections(work):
         message = "no section can run ahead: each has a backward, or needs results of a section that trains"
         raise UserError(message, remedy="leave --run-ahead out")
-    return size_bytes
 
 
 def prefetchable_sections(work: Workload) -> set[str]:

@@ -153,18 +153,22 @@ def _median_call_s(user: UserModel, indices: Iterable[int]) -> float:
     return median(seconds)
 
 
-def read_statistics(path: Path, inputs: ModelInputs, survey: DatasetSurvey) -> ModelInputs:
-    """Returns the inputs with the statistics of a file. Raises UserError if it cannot be read or does not
-    fit the model."""
+def load_statistics(path: Path) -> list[dict[str, Any]]:
+    """Returns the patterns of a file of statistics. Raises UserError if it cannot be read."""
     try:
-        data = _STATISTICS(shapes.read_json(path, _MAX_BYTES))
-        given = tuple(_parse_pattern(p, inputs, str(path)) for p in data["patterns"])
+        return _STATISTICS(shapes.read_json(path, _MAX_BYTES))["patterns"]
     except OSError as error:
         raise UserError(
             f"cannot read the statistics: {error.strerror}", str(path), _STATISTICS_REMEDY
         ) from None
     except shapes.MalformedValue as error:
         raise UserError(f"not statistics of a dataset: {error}", str(path), _STATISTICS_REMEDY) from None
+
+
+def read_statistics(path: Path, inputs: ModelInputs, survey: DatasetSurvey) -> ModelInputs:
+    """Returns the inputs with the statistics of a file. Raises UserError if it cannot be read or does not
+    fit the model."""
+    given = tuple(_parse_pattern(p, inputs, str(path)) for p in load_statistics(path))
     total = sum(share for _, share, _ in given)
     if not total > 0 or len({when for when, _, _ in given}) < len(given):
         raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from secc.alloc.problem.pins import parse_pins, refuse_contradicting_pins
+from secc.alloc.problem.pins import check_pins, parse_pins
 from secc.errors import UserError
 
 SECTIONS = ["model.vision", "lm"]
@@ -42,10 +42,13 @@ def test_pins_narrow_the_candidates() -> None:
         ("lm.expert_load=much", "expected the exponent of Zipf's law"),
         ("lm.expert_load=-1", "expected the exponent of Zipf's law"),
         ("lm.ep=0", "expected an integer of at least 1"),
-        ("lm.dp", "form NAME.KEY=VALUE"),
-        ("dp=2", "form NAME.KEY=VALUE"),
+        ("lm.dp", "form SECTION.KEY=VALUE"),
+        ("dp=2", "form SECTION.KEY=VALUE"),
         ("llm.dp=2", "unknown section 'llm'"),
         ("lm.depth=2", "unknown key 'depth'"),
+        ("lm.zero=3", "unknown key 'zero'.*\n.*write lm.sharding=zero3;"),
+        ("lm.checkpointing=full", "unknown key.*\n.*write lm.recompute=full;"),
+        ("lm.microbatch=2", "unknown key.*\n.*write lm.micro_batch=2;"),
         ("lm.dp=two", "expected an integer"),
         ("lm.dp=0", "expected an integer"),
         ("lm.tp=0", "expected an integer"),
@@ -60,6 +63,9 @@ def test_impossible_pins_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         parse_pins([text], SECTIONS)
     assert error.value.remedy
+    if "section" not in message:  # what is wrong whatever the sections are
+        with pytest.raises(UserError, match=message):
+            check_pins([text])
 
 
 def test_chunks_need_several_stages_and_a_v_two_of_them() -> None:
@@ -100,8 +106,8 @@ def test_refused_choices_are_not_considered_again() -> None:
 
 def test_pins_that_cannot_hold_together_are_named_together() -> None:
     with pytest.raises(UserError, match=r"lm\.pp=2 and lm.pp=4 contradict each other"):
-        refuse_contradicting_pins(["lm.pp=2", "lm.tp=2", "lm.pp=4"])
-    refuse_contradicting_pins(["lm.pp=2", "lm.pp=2", "lm.with=vision", "lm.with=audio"])
+        check_pins(["lm.pp=2", "lm.tp=2", "lm.pp=4"])
+    check_pins(["lm.pp=2", "lm.pp=2", "lm.with=vision", "lm.with=audio"])
     pins = parse_pins(["lm.pp=2", "lm.tp=2", "lm.dp=3"], SECTIONS)
     with pytest.raises(UserError, match=r"lm\.dp=3 with lm\.tp=2 and lm\.pp=2 is impossible: .* at most 1"):
         pins.dp_choices("lm", 1, [1])
