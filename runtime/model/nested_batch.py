@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from secc.runtime.errors import UserError
@@ -202,6 +203,10 @@ def _count_varying_leading_dims(key: str, tensors: Sequence[torch.Tensor], where
 
 
 def _flatten_value(key: str, value: Any, where: str, lists: GrowingLists) -> dict[str, Any]:
+    if isinstance(value, np.ndarray):
+        raise UserError(
+            f"collate() returns a NumPy array for {key!r}, expected a tensor", where, "use torch.from_numpy()"
+        )
     if value is None or (key in lists and not value):
         return {}
     if key in lists and isinstance(value, (list, tuple)):

@@ -34,6 +34,7 @@ from secc.runtime.host.hidden_ranks import hidden_ranks
 from secc.runtime.model.counted_stream import CountedStream
 from secc.runtime.model.default_collate import DefaultCollate, drop_values, find_joined_key, open_dicts
 from secc.runtime.model.deferred_scalar import unwrap_deferred_scalar
+from secc.runtime.model.error_remedies import remedy_for
 from secc.runtime.model.flex_attention import prepare_flex_attention
 from secc.runtime.model.function_blocks import add_function_block
 from secc.runtime.model.imported_code import forget_changed_modules
@@ -579,6 +580,15 @@ class UserModel:
                 self.function_source_line("optimizer"),
                 "return one",
             )
+        given = {id(p) for _, p in named_params}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if others := [p for p in held if id(p) not in given]:
+            raise UserError(
+                f"optimizer() updates {len(others)} tensors that are not among the {len(given)} parameters"
+                " that it was given, such as those of another model",
+                self.function_source_line("optimizer"),
+                "take the parameters from the argument: `AdamW(params)`, or `[p for _, p in params]`",
+            )
         required = inspect.signature(optimizer.step).parameters.values()
         if any(p.default is p.empty and p.name == "closure" for p in required):
             raise UserError(
@@ -601,7 +611,7 @@ class UserModel:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         takes_steps = steps is not None and sum(p.kind in positional for p in parameters) > 1
         scheduler = self.call_function("scheduler", optimizer, *([steps] if takes_steps else []))
-        if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        if not callable(getattr(scheduler, "step", None)):
             place = self.function_source_line("scheduler")
             raise UserError(
                 f"scheduler() returns {describe_type(scheduler)}, which has no step()",
@@ -634,8 +644,8 @@ class UserModel:
         return f"{self.path if file == str(self.path.resolve()) else file}:{line}"
 
     def check_functions(self) -> None:
-        """Raise UserError if the file lacks model(), or both dataset() and datasets(), or if one of these names
-        is not a function."""
+        """Raise UserError if the file lacks model(), or both dataset() and datasets(), or if one of these
+        names is not a function."""
         self._find_function("model")
         self._find_function("datasets" if self.defines("datasets") else "dataset")
 
@@ -657,7 +667,7 @@ class UserModel:
         """Call a function of the model file, which sees one process if it is no callback of a run. Raises
         UserError if it is missing, not callable, or raises."""
         member = self._find_function(function)
-        with nullcontext() if function in CALLBACKS else hidden_ranks():
+        with _without_arguments(self.path), nullcontext() if function in CALLBACKS else hidden_ranks():
             return self.call_guarded(f"{function}()", lambda: member(*args), remedy)
 
     def call_guarded(self, what: str, call: Callable[[], Any], remedy: str = "") -> Any:
@@ -670,7 +680,7 @@ class UserModel:
         except (Exception, SystemExit) as error:
             place = error_line_in_user_code(error, self.path) or str(self.path)
             raise UserError(
-                f"{what} raises {_describe_error(error)}", place, remedy or "correct the model file"
+                f"{what} raises {_describe_error(error)}", place, remedy or remedy_for(error)
             ) from error
 
 
@@ -755,17 +765,29 @@ def load_model_file(path: str | Path) -> UserModel:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"__package__ != __spec__\.parent")
-            loader.exec_module(module)
+            with _without_arguments(path):
+                loader.exec_module(module)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         place = error_line_in_user_code(error, path) or str(path)
         raise UserError(
-            f"importing the model file raises {_describe_error(error)}", place, "correct the model file"
+            f"importing the model file raises {_describe_error(error)}", place, remedy_for(error)
         ) from error
     prepare_flex_attention()
     return UserModel(path, module, hashlib.sha256(text).hexdigest())
+
+
+@contextmanager
+def _without_arguments(path: Path) -> Iterator[None]:
+    """Context in which the model file sees a command line without arguments: those are of secc, and differ
+    between a compilation and the ranks of a run."""
+    before, sys.argv = sys.argv, [str(path)]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def is_model_file_module(module: str) -> bool:

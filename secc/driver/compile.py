@@ -19,6 +19,7 @@ from difflib import get_close_matches
 from functools import partial
 from math import gcd
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -110,6 +111,7 @@ from secc.runtime.sections.gradient_hooks import describe_hook, iter_gradient_ho
 
 TimedStep = Callable[[str], contextlib.AbstractContextManager[None]]
 WIDTHS = ("auto", "own", "global")  # of micro-batches
+_PROBED_STEPS = 1000  # of a run, for a scheduler that is made to see whether it can be
 PACK_CHOICES = ("never", "always", "auto")
 MAX_GLOBAL_BATCH = 1 << 17  # samples; the search orders each, which takes some 60 KB of memory a sample
 MAX_LOCAL_MODEL_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
@@ -225,6 +227,9 @@ def compile_model(
     limit_threads(meta)
     with clock.measure("build the model here"):
         model = _build_model_if_small(user, meta)
+        if model is not None and not options.dtype:
+            eager_failure.refuse_failing_model(user, model, _find_light_samples(survey))
+            files.restore_values()
         start = None if model is None else StartState(model, user)
     with clock.measure("compare widths"):
         padding = (
@@ -299,6 +304,27 @@ def compile_model(
         start=start,
         unloaded=unloaded,
     )
+
+
+def _find_light_samples(survey: DatasetSurvey) -> list[dict[str, Any]]:
+    """Returns two drawn samples that have the first one's optional inputs: those with the fewest numbers."""
+    drawn = [d for d in survey.drawn_samples if d.sample is not None]
+    samples = [d.sample for d in drawn if d.sample is not None and d.pattern == drawn[0].pattern]
+
+    def count_numbers(sample: dict[str, Any]) -> int:
+        return sum(v.numel() for v in sample.values() if isinstance(v, torch.Tensor))
+
+    return sorted(samples, key=count_numbers)[:2]
+
+
+def _refuse_untrained_model(user: UserModel, meta: nn.Module) -> None:
+    """Raises UserError if no parameter requires a gradient."""
+    if not any(p.requires_grad for p in meta.parameters()):
+        raise UserError(
+            "no parameter of the model requires a gradient, so there is nothing to train",
+            user.function_source_line("model") or str(user.path),
+            "leave requires_grad as it is for the parameters that are to be trained",
+        )
 
 
 def _say_why_statements_are_blocks(error: UserError, user: UserModel, capture: Capture) -> None:
@@ -387,6 +413,7 @@ def load_and_capture(
             meta = build_meta_model(user)
         parameters = describe_parameters(meta)
         check_trainable_dtype(meta, options.dtype)
+        _refuse_untrained_model(user, meta)
     if options.pack == "always":
         with time_step("compare packed samples"):
             user = _pack_samples(user, meta)
@@ -493,7 +520,8 @@ def optimizer_limits(user: UserModel, meta: nn.Module) -> dict[str, str]:
     trained parameters only. unprobed: the latter is not known, since this machine cannot try the optimizer.
 
     Raises UserError if optimizer() returns no optimizer, takes pairs of names and parameters for parameters,
-    or registers hooks on gradients. Where it raises otherwise, this machine may be the cause.
+    registers hooks on gradients, or raises for a name or a type. Where it raises otherwise, this machine may
+    be the cause.
     """
     trained = [(name, p) for name, p in meta.named_parameters() if p.requires_grad]
     if not trained:
@@ -501,10 +529,13 @@ def optimizer_limits(user: UserModel, meta: nn.Module) -> dict[str, str]:
     hooks = {(id(table), key) for _, table, key in iter_gradient_hooks(meta)}
     try:
         optimizer = user.build_optimizer(trained)
+        if user.defines("scheduler"):  # of another optimizer, since it may set rates to 0
+            user.build_scheduler(user.build_optimizer(trained), _PROBED_STEPS)
     except UserError as error:
-        if error.__cause__ is None or _takes_bare_parameters(user, trained):
+        is_of_code = isinstance(error.__cause__, AttributeError | KeyError | NameError | TypeError)
+        if error.__cause__ is None or is_of_code or _takes_bare_parameters(user, trained):
             raise
-        reason = f"optimizer() fails on this machine: {error.message}"
+        reason = f"on this machine, {error.message}"
         return {"unshardable": reason, "unprobed": reason}
     for name, table, key in iter_gradient_hooks(meta):
         if (id(table), key) not in hooks:

@@ -79,15 +79,13 @@ class CompileOptions:
             raise UserError(
                 f"unknown option {unknown[0]!r}", remedy=f"{remedy}options are {', '.join(sorted(names))}"
             )
-        read = {"tuple[str, ...]": as_texts, "Path | None": _as_path}
-        types = {f.name: f.type for f in fields(CompileOptions)}
-        return CompileOptions(**{n: read.get(str(types[n]), lambda x: x)(v) for n, v in given.items()})
+        lists = {f.name for f in fields(CompileOptions) if f.type == "tuple[str, ...]"}
+        read: dict[str, Any] = {n: as_texts(v) if n in lists else v for n, v in given.items()}
+        if read.get("stats") is not None:
+            read["stats"] = Path(read["stats"])
+        return CompileOptions(**read)
 
 
 def as_texts(value: str | Iterable[str]) -> tuple[str, ...]:
     """Returns the texts of an option that may be repeated; one text stands for a list of one."""
     return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _as_path(value: str | Path | None) -> Path | None:
-    return None if value is None else Path(value)

@@ -209,6 +209,10 @@ def find_kept_state(
             run_forward(half)
         first = _read_values(model, user)
         loss, changes = run_forward(samples)
+        if not math.isfinite(
+            loss[0]
+        ):  # equals nothing, itself included; the comparison with the plan says it
+            return None, None
         if (weight := find_weight(changes)) is not None:
             return weight, None
         second = _read_values(model, user)
@@ -247,6 +251,8 @@ def find_kept_state(
         begin()
         lines.clear()
         outcome, changes = run_forward(samples, gradients=True)
+        if not math.isfinite(outcome[0]):
+            return None, None
         whole, filled = _read_values(model, user), start.filled_caches if start else []
         if (weight := find_weight(changes, begin)) is not None:
             return weight, None

@@ -78,12 +78,87 @@ def test_a_name_that_the_model_lacks_is_found_before_blocks_are_measured(
     assert "capture" in message and "find possible tp" not in message
 
 
-def test_check_refuses_an_optimizer_that_is_none(
-    model_file: Path, capsys: pytest.CaptureFixture[str]
+LATER = "measure blocks"  # a step of a compilation that takes long
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "parts"),
+    [
+        (".mean()", ".mean() * float('nan')", ["model.py:8: plain PyTorch's own loss of a batch is nan"]),
+        ("self.inner(x)", "self.inner(x[:, 1:])", ["model.py:9: forward fails in plain PyTorch too"]),
+        (
+            "Linear(4, 4)",
+            "Linear(4, 4).requires_grad_(False)",
+            ["model.py:10: no parameter of the model requires"],
+        ),
+        ("def model(): return Model()", "", ["model.py: the model file has no model()"]),
+        ("def dataset()", "def data()", ["model.py: the model file has no dataset()"]),
+        (
+            "import torch\n",
+            "import torch\nfrom .layers import L\n",
+            ["model.py:3:", "`from layers import Layer`"],
+        ),
+        ("import torch\n", "import torch, not_there\n", ["model.py:2:", "install not_there into this"]),
+        (
+            "import torch\n",
+            "import torch, sys\nsys.exit(len(sys.argv))\n",
+            ["SystemExit: 1", "`if __name__ =="],
+        ),
+        (
+            "return [",
+            "return open('rows.txt') or [",
+            ["model.py:11:", "paths start at the folder of the command, /"],
+        ),
+        (
+            "",
+            "def collate(rows): return {'x': torch.stack([r['x'] for r in rows]).numpy()}\n",
+            ["NumPy array for 'x'"],
+        ),
+    ],
+)
+def test_faults_of_a_model_file_are_found_early_and_say_what_to_do(
+    model_file: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, parts: list[str]
 ) -> None:
-    model_file.write_text(MODEL + "def optimizer(params): return list(params)\n")
+    model_file.write_text(MODEL.replace(old, new, 1) if old else MODEL + new)
     message = error_message_of(capsys, "check", str(model_file))
-    assert "model.py:12: optimizer() returns an object of type list, not a torch.optim.Optimizer" in message
+    assert all(part in message for part in (*parts, "what to do")) and LATER not in message
+
+
+@pytest.mark.parametrize(
+    ("function", "part"),
+    [
+        (
+            "def optimizer(params): return list(params)",
+            "optimizer() returns an object of type list, not a torch",
+        ),
+        (
+            "def optimizer(params): return torch.optim.SGD(Model().parameters(), 0.1)",
+            "optimizer() updates 2 tensors that are not",
+        ),
+        (
+            "def optimizer(params): return torch.optim.SGD(params.values(), 0.1)",
+            "optimizer() raises AttributeError",
+        ),
+        (
+            "def scheduler(optimizer): torch.optim.lr_scheduler.LinearLR(optimizer)",
+            "scheduler() returns None",
+        ),
+    ],
+)
+def test_check_refuses_an_optimizer_or_scheduler_that_cannot_train(
+    model_file: Path, capsys: pytest.CaptureFixture[str], function: str, part: str
+) -> None:
+    model_file.write_text(f"{MODEL}{function}\n")
+    message = error_message_of(capsys, "check", str(model_file))
+    assert f"model.py:12: {part}" in message and "what to do" in message
+
+
+def test_a_model_file_does_not_see_the_arguments_of_secc(model_file: Path) -> None:
+    parsed = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+    inside = "def model(): argparse.ArgumentParser().parse_args(); return Model()"
+    model_file.write_text(parsed + MODEL.replace("def model(): return Model()", inside))
+    with pytest.raises(SystemExit, match="0"):
+        main(["check", str(model_file), "--ranks", "1"])
 
 
 @pytest.mark.gloo

@@ -3,6 +3,8 @@ code."""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch
 from torch import nn
 
 from secc.errors import NotEnoughMemory, UserError
+from secc.runtime.model.error_remedies import DEFAULT_REMEDY, remedy_for
 from secc.runtime.model.source_lines import error_source_line
-from secc.runtime.model.user_file import UserModel
+from secc.runtime.model.user_file import UserModel, extract_loss
 from secc.runtime.parameters.mixed_precision import find_uncast_buffers
 from secc.runtime.recorder import is_gradient_error
 from secc.runtime.training.eager_watch import run_forward
@@ -24,16 +27,34 @@ def is_user_error(error: BaseException) -> bool:
     return cause is not None and (not isinstance(cause, UserError) or is_user_error(cause))
 
 
+def refuse_failing_model(user: UserModel, model: nn.Module, samples: Sequence[dict[str, Any]]) -> None:
+    """Raises UserError if plain PyTorch fails on the first sample and on all of them, or gives no finite loss
+    for both: the comparison with the plan would find that at the end of a compilation only. The model is not
+    changed; what forward keeps outside of it may be."""
+    try:
+        copied = copy.deepcopy(model)
+    except Exception:  # whatever the user's modules hold
+        return
+    failures = [find_eager_failure(user, copied, some, finite=True) for some in (samples[:1], samples)]
+    if all(failures) and failures[-1] is not None:
+        raise failures[-1]
+
+
 def find_eager_failure(
-    user: UserModel, model: nn.Module, samples: Sequence[dict[str, Any]]
+    user: UserModel, model: nn.Module, samples: Sequence[dict[str, Any]], finite: bool = False
 ) -> UserError | None:
     """Runs forward in plain PyTorch on a batch of these samples; returns its error, None if it succeeds or
-    takes too much memory."""
+    takes too much memory. With `finite`, a loss that is not finite is an error, too."""
     batch = user.collate(samples)
     try:
-        _run_with_or_without_gradients(model, batch)
+        output = _run_with_or_without_gradients(model, batch)
+        if finite:
+            loss = float(extract_loss(output, user.forward_source_line))
+            return None if math.isfinite(loss) else infinite_loss_error(user, loss)
     except NotEnoughMemory:
         return None
+    except UserError as error:
+        return error
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         if is_missing_kernel(error):
             return None
@@ -60,23 +81,36 @@ def find_eager_failure(
         remedy = (
             _explain_batch_of_one(user, batch)
             if alone
-            else "correct the model file until plain PyTorch computes a loss"
-            + _explain_default_batch(user, batch, samples)
+            else _explain_failure(error) + _explain_default_batch(user, batch, samples)
         )
         return UserError(message, error_source_line(error), remedy)
     return None
 
 
-def _run_with_or_without_gradients(model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Runs forward without gradients, or with them where forward takes some itself."""
+def infinite_loss_error(user: UserModel, loss: float) -> UserError:
+    """Returns the error for a loss of plain PyTorch that is not finite."""
+    message = f"plain PyTorch's own loss of a batch is {loss}, so that no plan can be compared with it"
+    remedy = "a mean over no labels is nan: divide a sum by max(count, 1)"
+    return UserError(message, user.forward_source_line or str(user.path), remedy)
+
+
+def _explain_failure(error: BaseException) -> str:
+    remedy = remedy_for(error)
+    return (
+        "correct the model file until plain PyTorch computes a loss" if remedy == DEFAULT_REMEDY else remedy
+    )
+
+
+def _run_with_or_without_gradients(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Returns what forward returns without gradients, or with them where forward takes some itself."""
     try:
         with torch.no_grad():
-            run_forward(model, batch)
+            return run_forward(model, batch)
     except RuntimeError as error:
         if not is_gradient_error(error):
             raise
         with torch.enable_grad():
-            run_forward(model, batch)
+            return run_forward(model, batch)
 
 
 def _explain_batch_of_one(user: UserModel, batch: Mapping[str, Any]) -> str:
