@@ -268,7 +268,7 @@ def train_reference(compiled: CompiledPlan, model: Path, folder: Path, nudge: in
         options = replace(
             compiled.options,
             cluster="local:1",
-            **{name: getattr(placed, name) for name in ("set", "section", "strategy", "taken_back")},
+            **{name: getattr(placed, name) for name in ("set", "sections", "strategy", "taken_back")},
         )
         alone = check_exactness(compile_model(model, options), required=True)
         alone.write_plan(plan, report_page)

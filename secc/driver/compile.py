@@ -262,7 +262,7 @@ def compile_model(
         return module
 
     def make_passes(**changes: tuple[str, ...]) -> tuple[ModulePass, ...]:
-        return build_pipeline(dataclasses.replace(options, **changes), options.section)
+        return build_pipeline(dataclasses.replace(options, **changes), options.sections)
 
     source = CapturedModel(user, meta, model, survey, inputs, batches, capture, make_ir, make_passes)
     with process_map.run_in_background(
@@ -342,7 +342,7 @@ def _validate_options(options: CompileOptions) -> None:
         if isinstance(step, Allocate):
             step.check_choices()
     check_pins(options.set)
-    for text in options.section:
+    for text in options.sections:
         split_section_pin(text)
     compute_dtype(options.dtype)
     numbers = (
@@ -372,7 +372,7 @@ def _validate_options(options: CompileOptions) -> None:
 def _check_named_blocks(options: CompileOptions, graph: GraphOp) -> None:
     """Raises UserError for options that name blocks which the model lacks. Passes would find them, too, but
     only after all blocks have been measured."""
-    parse_section_pins(graph, options.section)
+    parse_section_pins(graph, options.sections)
     check_names(graph, "--gather", options.gather)
     check_names(graph, "--whole-batch", options.whole_batch)
 
@@ -382,7 +382,7 @@ def _check_pinned_sections(options: CompileOptions, meta: nn.Module, capture: Ca
     modules, with a suffix where several share one; which there are is known once blocks have been grouped."""
     paths = [*dict(meta.named_modules()), *capture.blocks]
     tails = {path[start.end() :] for path in paths for start in re.finditer(r"^|\.", path)}
-    names = {to_identifier(tail) for tail in tails} | {text.partition("=")[0] for text in options.section}
+    names = {to_identifier(tail) for tail in tails} | {text.partition("=")[0] for text in options.sections}
     for section, pin in named_sections(options.set).items():
         if section not in names and not any(section.startswith(f"{name}_") for name in names):
             near = "".join(f", such as {name}" for name in get_close_matches(section, names, n=1))
@@ -507,7 +507,7 @@ def _declare_fusions(
     """Declares what `fuse-blocks` may rewrite in the user's modules, and measures the calls with those
     rewrites."""
     graph = graph_of(module)
-    declare_rewrites(graph, find_fusions(meta, graph.blocks, options.no_fuse_rule, cache.traced_sites))
+    declare_rewrites(graph, find_fusions(meta, graph.blocks, options.without, cache.traced_sites))
     if graph.rewrites:
         with installed_temporarily(meta, plan_rewrites(graph), render_fused_module(graph)):
             annotate_calls(module, meta, samples, FUSED_PREFIX, cache.fused_costs)
@@ -520,8 +520,8 @@ def optimizer_limits(user: UserModel, meta: nn.Module) -> dict[str, str]:
     trained parameters only. unprobed: the latter is not known, since this machine cannot try the optimizer.
 
     Raises UserError if optimizer() returns no optimizer, takes pairs of names and parameters for parameters,
-    registers hooks on gradients, or raises for a name or a type. Where it raises otherwise, this machine may
-    be the cause.
+    registers hooks on gradients, or raises for a name or a type, and if scheduler() returns no scheduler or
+    raises so. Where they raise otherwise, this machine may be the cause.
     """
     trained = [(name, p) for name, p in meta.named_parameters() if p.requires_grad]
     if not trained:
@@ -529,14 +529,16 @@ def optimizer_limits(user: UserModel, meta: nn.Module) -> dict[str, str]:
     hooks = {(id(table), key) for _, table, key in iter_gradient_hooks(meta)}
     try:
         optimizer = user.build_optimizer(trained)
-        if user.defines("scheduler"):  # of another optimizer, since it may set rates to 0
-            user.build_scheduler(user.build_optimizer(trained), _PROBED_STEPS)
     except UserError as error:
-        is_of_code = isinstance(error.__cause__, AttributeError | KeyError | NameError | TypeError)
-        if error.__cause__ is None or is_of_code or _takes_bare_parameters(user, trained):
+        if error.__cause__ is None or _is_fault_of_code(error) or _takes_bare_parameters(user, trained):
             raise
-        reason = f"on this machine, {error.message}"
+        reason = f"optimizer() fails on this machine: {error.message}"
         return {"unshardable": reason, "unprobed": reason}
+    try:  # with another optimizer, since schedulers set rates, to 0 for example
+        user.build_scheduler(user.build_optimizer(trained), _PROBED_STEPS)
+    except UserError as error:
+        if error.__cause__ is None or _is_fault_of_code(error):
+            raise
     for name, table, key in iter_gradient_hooks(meta):
         if (id(table), key) not in hooks:
             function, where = describe_hook(table[key])
@@ -555,6 +557,11 @@ def optimizer_limits(user: UserModel, meta: nn.Module) -> dict[str, str]:
     except CannotProbe as error:
         limits["unprobed"] = str(error)
     return {name: reason for name, reason in limits.items() if reason}
+
+
+def _is_fault_of_code(error: UserError) -> bool:
+    """Whether the user's function raised an error that no other machine would spare it."""
+    return isinstance(error.__cause__, AttributeError | KeyError | NameError | TypeError)
 
 
 def _parameters_of_hooks(user: UserModel, meta: nn.Module, model: nn.Module | None) -> dict[str, str]:

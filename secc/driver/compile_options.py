@@ -10,6 +10,7 @@ from typing import Any
 
 from secc.errors import UserError
 
+_SPELLINGS = {"sections": "section", "without": "no_fuse_rule"}  # by field: what a user writes
 BALANCE_CHOICES = ("micro-batch", "global")
 
 
@@ -41,14 +42,14 @@ class CompileOptions:
     objective: str = "time"  # or "gpus": as few ranks as a step of `step_time` seconds takes
     step_time: float = 0.0  # seconds
     set: tuple[str, ...] = ()
-    section: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
     max_sections: int | None = None
     stats_samples: int = 64
     widths: str = "auto"
     pack: str = "never"  # or "always", "auto"
     small: bool | None = False  # plan small_model(); None: if model() is too large to be built here
     fuse: bool | None = None  # None: where the cluster has GPUs
-    no_fuse_rule: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     accept: tuple[str, ...] = ()
     balance_loss: str = ""  # "micro-batch" or "global"; "": refuse a balance loss
     global_sums: bool = False  # functions of sums over the batch: from those of the global batch
@@ -71,16 +72,17 @@ class CompileOptions:
     def from_user(given: Mapping[str, Any]) -> CompileOptions:
         """Returns the options that a user gives by name; one text stands for a list of one. Raises UserError
         for a name that is no option of `secc compile`."""
-        names = [f.name for f in fields(CompileOptions)]
-        names = names[: names.index("compared_only")]
-        if unknown := sorted(given.keys() - set(names)):
-            near = get_close_matches(unknown[0], names, n=1)
+        every = [f.name for f in fields(CompileOptions)]
+        field_of = {_SPELLINGS.get(name, name): name for name in every[: every.index("compared_only")]}
+        if unknown := sorted(given.keys() - field_of.keys()):
+            near = get_close_matches(unknown[0], field_of, n=1)
             remedy = f"write {near[0]}=; " if near else ""
             raise UserError(
-                f"unknown option {unknown[0]!r}", remedy=f"{remedy}options are {', '.join(sorted(names))}"
+                f"unknown option {unknown[0]!r}", remedy=f"{remedy}options are {', '.join(sorted(field_of))}"
             )
         lists = {f.name for f in fields(CompileOptions) if f.type == "tuple[str, ...]"}
-        read: dict[str, Any] = {n: as_texts(v) if n in lists else v for n, v in given.items()}
+        values = {field_of[name]: value for name, value in given.items()}
+        read: dict[str, Any] = {n: as_texts(v) if n in lists else v for n, v in values.items()}
         if read.get("stats") is not None:
             read["stats"] = Path(read["stats"])
         return CompileOptions(**read)

@@ -19,12 +19,12 @@ STEP_TIME_DIGITS = 9  # dumps name the pipeline in a text form that has no expon
 def build_pipeline(options: CompileOptions, pinned: Iterable[str] | None = None) -> tuple[ModulePass, ...]:
     """Returns the passes from a captured model to the lowered IR.
 
-    pinned: the sections that the user named, as `options.section`, which a second plan replaces by all
-    sections of the first. Raises UserError if `options.no_fuse_rule` names an unknown fusion rule.
+    pinned: the sections that the user named, as `options.sections`, which a second plan replaces by all
+    sections of the first. Raises UserError if `options.without` names an unknown fusion rule.
     """
-    check_rule_names(options.no_fuse_rule)
+    check_rule_names(options.without)
     cluster = {"cluster": options.cluster}
-    kept = tuple(text.partition("=")[0] for text in (options.section if pinned is None else pinned))
+    kept = tuple(text.partition("=")[0] for text in (options.sections if pinned is None else pinned))
     steps: list[tuple[str, Mapping[str, Any]]] = [
         ("canonicalize", {}),  # one spelling for each op
         ("dce", {}),
@@ -34,7 +34,7 @@ def build_pipeline(options: CompileOptions, pinned: Iterable[str] | None = None)
         ("annotate-patterns", {}),  # the optional inputs that each block needs
         ("infer-modes", {}),  # what trains, what passes gradients on, what only runs forward
         *_fusion_passes("fuse-blocks", options),  # kernels inside the user's modules
-        ("coarsen", cluster | {"max_sections": options.max_sections, "sections": options.section}),
+        ("coarsen", cluster | {"max_sections": options.max_sections, "sections": options.sections}),
         ("annotate-costs", {}),  # time, memory and messages of each section
         # boundaries of sections to where the fewest bytes cross
         ("sink-boundaries", cluster | {"pinned": kept}),
@@ -74,7 +74,7 @@ def _fusion_passes(name: str, options: CompileOptions) -> list[tuple[str, Mappin
     """The fusing pass `name`; none if the user wants no fusion."""
     if options.fuse is False:
         return []
-    without = rules_of_pass(options.no_fuse_rule, name)
+    without = rules_of_pass(options.without, name)
     return [(name, {"without": without, "when": fusion_mode(options), "cluster": options.cluster})]
 
 

@@ -98,7 +98,7 @@ def compile_source(folder: Path, source: str, **options: object) -> CompiledPlan
 @pytest.mark.parametrize("source", [DISTILLATION, DIFFUSION], ids=["distillation", "diffusion"])
 @pytest.mark.parametrize("pins", [(), ("teacher=teacher",)], ids=["free", "pinned"])
 def test_a_frozen_teacher_stays_a_section(source: str, pins: tuple[str, ...], tmp_path: Path) -> None:
-    plan = compile_source(tmp_path, source, strategy="apart" if pins else "auto", section=pins).plan
+    plan = compile_source(tmp_path, source, strategy="apart" if pins else "auto", sections=pins).plan
     blocks = {s.name: s.blocks for s in plan.sections}
     assert any(b.startswith("teacher") for b in blocks["teacher"])
     assert not any(b.startswith("teacher") for b in blocks["student"])

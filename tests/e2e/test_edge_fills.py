@@ -165,7 +165,7 @@ def write_model(path: Path, of: Convention, stride: int = 1, left: bool = False)
 
 def compile_apart(path: Path, widths: str = "auto", **options: object) -> CompiledPlan:
     chosen = CompileOptions(
-        cluster="local:2", strategy="apart", global_batch=8, widths=widths, section=PINNED
+        cluster="local:2", strategy="apart", global_batch=8, widths=widths, sections=PINNED
     )
     return check_exactness(compile_model(path, replace(chosen, **options)), required=True)  # type: ignore[arg-type]
 
@@ -285,7 +285,7 @@ def test_padding_that_few_samples_read_is_found(flag: str, drop: str, tmp_path: 
     sections = ("text=text", "reader=reader")
     plan = check_exactness(
         compile_model(
-            path, CompileOptions(cluster="local:2", strategy="apart", global_batch=8, section=sections)
+            path, CompileOptions(cluster="local:2", strategy="apart", global_batch=8, sections=sections)
         ),
         required=True,
     ).plan
@@ -375,7 +375,7 @@ def test_a_large_models_masks_are_padded_as_its_small_model_pads_them(
     path = write_model(tmp_path / "model.py", CONVENTIONS[name])
     path.write_text(path.read_text() + small)
     options = CompileOptions(
-        cluster="local:2", strategy="apart", global_batch=8, widths="own", section=PINNED
+        cluster="local:2", strategy="apart", global_batch=8, widths="own", sections=PINNED
     )
     plan = check_exactness(compile_model(path, options)).plan
     assert sum("perhaps a mask" in w.text for w in plan_warnings(plan)) == warned

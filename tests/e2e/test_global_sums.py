@@ -170,7 +170,7 @@ def write_chosen_labels(directory: Path, by_teacher: bool) -> Path:
 @pytest.mark.parametrize("by_teacher", [False, True], ids=["loop", "teacher"])
 def test_labels_that_inputs_do_not_show_may_be_ignored(by_teacher: bool, tmp_path: Path) -> None:
     model = write_chosen_labels(tmp_path, by_teacher)
-    options = CompileOptions(global_batch=12, section=("choice=choice",) if by_teacher else ())
+    options = CompileOptions(global_batch=12, sections=("choice=choice",) if by_teacher else ())
     with pytest.raises(UserError, match="number of labels that are not ignored") as refused:
         compile_model(model, options)
     assert "--global-sums" in refused.value.remedy
@@ -211,7 +211,7 @@ def test_ranks_count_labels_that_inputs_do_not_show(by_teacher: bool, tmp_path: 
         cluster="local:3",
         global_batch=12,
         global_sums=True,
-        section=("choice=choice",) if by_teacher else (),
+        sections=("choice=choice",) if by_teacher else (),
     )
     compiled = check_exactness(compile_model(path, options), required=True)
     compiled.write_plan(tmp_path / "plan", report_page)
@@ -227,7 +227,7 @@ def test_an_evaluation_takes_sums_over_its_set(tmp_path: Path) -> None:
         cluster="local:2",
         global_batch=6,
         global_sums=True,
-        section=("model=encoder+depth+parts",),
+        sections=("model=encoder+depth+parts",),
         set=("model.dp=2",),
     )
     compile_model(MODEL, options).write_plan(tmp_path / "plan", report_page)

@@ -23,7 +23,7 @@ def test_code_that_asks_for_ranks_sees_one_process(tmp_path: Path) -> None:
         cluster="local:3",
         global_batch=GLOBAL_BATCH,
         strategy="apart",
-        section=sections,
+        sections=sections,
         set=("text.dp=2",),
     )
     assert_same_training(MODEL, tmp_path, 3, GLOBAL_BATCH)

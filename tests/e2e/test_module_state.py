@@ -174,7 +174,7 @@ def test_module_state_that_couples_nothing_is_exact(tmp_path: Path, part: str) -
         cluster="local:2",
         global_batch=4,
         strategy="apart",
-        section=("part=part",),
+        sections=("part=part",),
     )
     assert [p["exact"] for p in compiled.plan.checks["patterns"]] == [True]
 

@@ -149,7 +149,7 @@ def test_offloading_changes_no_bit(
             global_batch=GLOBAL_BATCH,
             set=(*choices, *extra),
             dtype=dtype,
-            section=("encoder=encoder", "middle=middle", "head=head") if name == "frozen_middle" else (),
+            sections=("encoder=encoder", "middle=middle", "head=head") if name == "frozen_middle" else (),
         )
         found = {s.name: s.offload for s in compiled.plan.user_sections if s.name in offloading}
         assert found == (dict.fromkeys(offloading, "none") if plan == "kept" else offloading)

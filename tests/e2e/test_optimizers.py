@@ -25,7 +25,7 @@ SECTIONS = ("tower=tower", "text=embed+body+head")
 
 def compile_sections(model: Path, plan: Path, **options: Any) -> Plan:
     return compile_and_write(
-        model, plan, cluster="local:2", global_batch=GLOBAL_BATCH, section=SECTIONS, **options
+        model, plan, cluster="local:2", global_batch=GLOBAL_BATCH, sections=SECTIONS, **options
     ).plan
 
 

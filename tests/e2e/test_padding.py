@@ -238,7 +238,7 @@ def test_a_module_that_packs_lengths_of_another_is_a_block_of_its_own(is_wide: b
     path = tmp_path / "model.py"
     path.write_text(DATA + (STRIDED if is_wide else STRIDED.replace(", total_length=x.shape[1]", "")))
     pins = ("front=front", "encoder=encoder") if is_wide else ()
-    plan = check_exactness(compile_model(path, CompileOptions(section=pins))).plan
+    plan = check_exactness(compile_model(path, CompileOptions(sections=pins))).plan
     blocks = {block for section in plan.sections for block in section.blocks}
     assert (blocks == {"front", "encoder", "head"}) == is_wide
     assert len(plan.sections) == (3 if is_wide else 1)

@@ -83,7 +83,7 @@ def compiled(folder: Path, read: str, branch: str = BRANCH.format("rare")) -> Co
     path.write_text(SOURCE.replace("{read}", read).replace("{branch}", branch))
     return compile_model(
         path,
-        CompileOptions(cluster="local:2", global_batch=4, section=("front=encoder", "back=decoder+head")),
+        CompileOptions(cluster="local:2", global_batch=4, sections=("front=encoder", "back=decoder+head")),
     )
 
 

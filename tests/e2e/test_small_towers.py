@@ -55,7 +55,7 @@ def test_a_tower_works_for_the_samples_that_reach_it(
         cluster="local:2",
         global_batch=GLOBAL_BATCH,
         strategy="apart",
-        section=sections,
+        sections=sections,
     )
     assert [(s.name, s.when) for s in compiled.plan.sections] == [("tower", (when,)), ("decoder", ())]
     found = train_distributed(tmp_path / "plan", 2, 2, tmp_path / "run", "--order", order)

@@ -67,7 +67,7 @@ def test_two_loops_over_lists_are_two_blocks_with_modules_between() -> None:
 @pytest.mark.slow
 def test_the_rest_of_forward_keeps_its_sections() -> None:
     model = MODELS / "attended_caption.py"
-    options = CompileOptions(cluster="local:2", global_batch=12, section=("encoder=encoder",))
+    options = CompileOptions(cluster="local:2", global_batch=12, sections=("encoder=encoder",))
     plan = check_exactness(compile_model(model, options), required=True).plan
     loop = name_lines(model, "scores, glances =", "loss =")
     assert [s.blocks for s in plan.sections] == [("encoder",), ("start", loop)]

@@ -81,7 +81,7 @@ class Classifier"""
                 cluster="local:2",
                 whole_batch=("norm",),
                 set=("model.dp=2",),
-                section=("model=inner+norm+head",),
+                sections=("model=inner+norm+head",),
             ),
         )
 

@@ -39,7 +39,7 @@ def test_embeddings_that_other_code_reads_stay_whole(
     options = CompileOptions(
         cluster="local:3",
         global_batch=12,
-        section=("language_model=language_model", "tokenizer=tokenizer"),
+        sections=("language_model=language_model", "tokenizer=tokenizer"),
         set=("language_model.tp=2",),
     )
     plan = compile_model(tmp_path / "model.py", options).plan
@@ -93,7 +93,7 @@ def test_layers_whose_attention_weights_leave_the_block_stay_whole(
     """A mean over heads has one shape for all heads and for those of a rank: no error would show it."""
     (tmp_path / "model.py").write_text(COLLECTING.replace("RETURNED", returned))
     options = CompileOptions(
-        cluster="local:3", global_batch=12, section=("net=body+head",), set=("net.tp=2",)
+        cluster="local:3", global_batch=12, sections=("net=body+head",), set=("net.tp=2",)
     )
     try:
         section = compile_model(tmp_path / "model.py", options).plan.find_section("net")

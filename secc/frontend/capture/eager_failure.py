@@ -47,10 +47,11 @@ def find_eager_failure(
     takes too much memory. With `finite`, a loss that is not finite is an error, too."""
     batch = user.collate(samples)
     try:
-        output = _run_with_or_without_gradients(model, batch)
-        if finite:
-            loss = float(extract_loss(output, user.forward_source_line))
-            return None if math.isfinite(loss) else infinite_loss_error(user, loss)
+        if not finite:
+            _run_with_or_without_gradients(model, batch)
+            return None
+        loss = float(extract_loss(run_forward(model, batch), user.forward_source_line).detach())
+        return None if math.isfinite(loss) else infinite_loss_error(user, loss)
     except NotEnoughMemory:
         return None
     except UserError as error:
@@ -101,16 +102,16 @@ def _explain_failure(error: BaseException) -> str:
     )
 
 
-def _run_with_or_without_gradients(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Returns what forward returns without gradients, or with them where forward takes some itself."""
+def _run_with_or_without_gradients(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    """Runs forward without gradients, or with them where forward takes some itself."""
     try:
         with torch.no_grad():
-            return run_forward(model, batch)
+            run_forward(model, batch)
     except RuntimeError as error:
         if not is_gradient_error(error):
             raise
         with torch.enable_grad():
-            return run_forward(model, batch)
+            run_forward(model, batch)
 
 
 def _explain_batch_of_one(user: UserModel, batch: Mapping[str, Any]) -> str:

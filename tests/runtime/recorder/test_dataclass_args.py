@@ -67,7 +67,7 @@ def test_a_section_rebuilds_a_dataclass_from_its_fields(tmp_path: Path) -> None:
         cluster="local:2",
         global_batch=4,
         strategy="apart",
-        section=sections,
+        sections=sections,
     )
     assert [p["exact"] for p in compiled.plan.checks["patterns"]] == [True]
     text = (plan / "sections" / "decoder.py").read_text()

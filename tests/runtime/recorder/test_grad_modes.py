@@ -137,7 +137,7 @@ SECTIONS = ("encoder=encoder", "decoder=decoder+head")
 def test_views_and_writes_cross_sections(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL.format(region="if True:"))
     compiled = compile_and_write(
-        tmp_path / "model.py", tmp_path / "plan", section=SECTIONS
+        tmp_path / "model.py", tmp_path / "plan", sections=SECTIONS
     )  # raises where the plan is not exact
     assert [s.name for s in compiled.plan.sections] == ["encoder", "decoder"] and compiled.plan.edges
 
@@ -159,7 +159,7 @@ def test_an_autocast_region_of_a_missing_device_is_noted_by_place(tmp_path: Path
     (tmp_path / "model.py").write_text(
         MODEL.format(region='with torch.autocast("cuda", dtype=torch.bfloat16):')
     )
-    plan = compile_model(tmp_path / "model.py", CompileOptions(section=SECTIONS)).plan
+    plan = compile_model(tmp_path / "model.py", CompileOptions(sections=SECTIONS)).plan
     assert [
         n
         for n in plan.checks["notes"]

@@ -62,7 +62,7 @@ def compiled(folder: Path, source: str = SOURCE) -> CompiledPlan:
     (folder / "reader.py").write_text(source)
     return compile_model(
         folder / "reader.py",
-        CompileOptions(cluster="local:1", global_batch=4, section=("front=body", "back=decoder")),
+        CompileOptions(cluster="local:1", global_batch=4, sections=("front=body", "back=decoder")),
     )
 
 
