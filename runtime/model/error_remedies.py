@@ -10,7 +10,10 @@ DEFAULT_REMEDY = "correct the model file"
 
 def remedy_for(error: BaseException) -> str:
     """Returns what a user can do about an error of the model file, `DEFAULT_REMEDY` if nothing is known."""
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception:  # of the user's own class
+        return DEFAULT_REMEDY
     if any(known in text for known in _CUDA_TEXTS):
         return (
             'leave `.cuda()` and device="cuda" out: a run moves the model and its batches to the devices of '

@@ -20,7 +20,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from secc.runtime.errors import UserError
@@ -203,7 +202,7 @@ def _count_varying_leading_dims(key: str, tensors: Sequence[torch.Tensor], where
 
 
 def _flatten_value(key: str, value: Any, where: str, lists: GrowingLists) -> dict[str, Any]:
-    if isinstance(value, np.ndarray):
+    if type(value).__module__ == "numpy" and hasattr(value, "__array_interface__"):
         raise UserError(
             f"collate() returns a NumPy array for {key!r}, expected a tensor", where, "use torch.from_numpy()"
         )
