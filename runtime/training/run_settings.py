@@ -23,6 +23,13 @@ CHANGEABLE = ("seed", "shuffle", "clip", "dataset", "optimizer", "scheduler", "m
 _PROBED_STEPS = (0, 1, 3, 10, 100, 1000, 10_000, 100_000)  # of functions of the step
 _OF_OPTIMIZER = ("optimizer", "scheduler")
 _STORE_KEY = "secc/settings"
+_SCHEDULED_STEPS = "scheduler.steps"
+_LABELS = {  # of settings that are no nouns
+    "shuffle": "order of samples (--shuffle)",
+    "clip": "limit of gradients (--clip)",
+    "modules": "set of modules",
+    "trainable": "set of trained parameters",
+}
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -34,9 +41,11 @@ def describe_settings(
     of_model: Mapping[str, str],
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
+    steps: int | None = None,
 ) -> dict[str, str]:
     """Returns the settings of a run by name; `samples` says what the data are, `of_model` are from
-    `describe_model`. Call it before the optimizer and the scheduler have stepped."""
+    `describe_model`, `steps` is the run's last step, which a schedule may depend on. Call it before the
+    optimizer and the scheduler have stepped."""
     settings = {
         "seed": str(seed),
         "shuffle": str(shuffle),
@@ -50,6 +59,7 @@ def describe_settings(
     if scheduler is not None:
         settings["scheduler"] = f"{type(scheduler).__name__}({_scalars(vars(scheduler))})"
         settings["scheduler.parts"] = _describe_parts(scheduler)
+        settings[_SCHEDULED_STEPS] = str(steps)
     return settings
 
 
@@ -81,17 +91,26 @@ def check_settings(
         if before is None or now is None or before == now:
             continue
         name = key.partition(".")[0]
-        notes.append(check_change(name, f"{before} became {now}", allowed, where))
+        then, steps = recorded.get(_SCHEDULED_STEPS), present.get(_SCHEDULED_STEPS)
+        as_before = ""
+        if name == "scheduler" and None not in (then, steps) and then != steps:
+            as_before = f"train up to --steps {then}, as before"
+            before, now = f"that of {then} steps", f"that of {steps} steps"
+        elif key == "scheduler.parts" and "(" not in before + now:
+            at = ", ".join(map(str, _PROBED_STEPS))
+            before, now = f"factors {before} at steps {at}", now
+        notes.append(check_change(name, f"{before} became {now}", allowed, where, as_before))
     return notes
 
 
-def check_change(name: str, change: str, allowed: tuple[str, ...], where: str) -> str:
-    """Returns a line about a change of a setting, "" for none. Raises UserError if it is not allowed."""
+def check_change(name: str, change: str, allowed: tuple[str, ...], where: str, as_before: str = "") -> str:
+    """Returns a line about a change of a setting, "" for none. Raises UserError if it is not allowed;
+    `as_before` says how to undo it."""
     if not change:
         return ""
-    change = f"{name} of the run have changed: {change}"
+    change = f"this run has another {_LABELS.get(name, name)} than the checkpoint: {change}"
     if name not in allowed:
-        remedy = f"continue as before, or accept the change with --allow-change {name}"
+        remedy = f"{as_before or 'continue as before'}, or accept the change with --allow-change {name}"
         raise UserError(change, where, remedy)
     return change
 

@@ -254,6 +254,7 @@ class Trainer:
             context.model_settings,
             self.optimizer,
             self.scheduler,
+            context.last_step,
         )
         if first_trained and context.rank in (0, first_trained):
             self._settings |= share_settings(context.store, self._settings, context.rank == first_trained)

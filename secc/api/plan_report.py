@@ -16,7 +16,7 @@ from secc.ir.dialect.ops import graph_of
 from secc.ir.text_io import module_text
 from secc.report.html_page import ReportExtras, report_page
 from secc.report.run_figures import RunFigures, make_run_figures
-from secc.report.run_log import read_run_log
+from secc.report.run_log import RunLog, read_run_log
 from secc.report.text_table import TextTable, seconds_text
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import Plan
@@ -46,6 +46,7 @@ def write_report(
         raise UserError(
             "the output is a folder", str(path), f"name a file for -o, such as {path / REPORT_FILE}"
         )
+    log = None if log_dir is None else read_run_log(plan, log_dir)
     show("simulate a step")
     step = _simulate_step(directory, plan)
     found: dict[str, tuple[float | None, str]] = {}
@@ -63,9 +64,9 @@ def write_report(
             best = comparison.find_best(name, [own])
             found[name] = best.step_time_s, best.layout
     run = None
-    if log_dir is not None:
-        show("read the run's logs")
-        run = _run_figures(directory, plan, log_dir, show)
+    if log_dir is not None and log is not None:
+        show("plan again for the measured times")
+        run = _run_figures(directory, plan, log_dir, log)
     figures = make_step_figures(step) if step is not None else None
     shown = add_simulated_step(plan, step) if step is not None else plan
     page = report_page(shown, ReportExtras(figures, run, found, _step_note(plan, shown)))
@@ -99,9 +100,7 @@ def _simulate_step(directory: Path, plan: Plan) -> SimulatedStep | None:
     return simulate_drawn_step(plan, graph_of(module_text.read_module(dumps[-1])))
 
 
-def _run_figures(directory: Path, plan: Plan, log_dir: Path, show: Callable[[str], None]) -> RunFigures:
-    log = read_run_log(plan, log_dir)
-    show("plan again for the measured times")
+def _run_figures(directory: Path, plan: Plan, log_dir: Path, log: RunLog) -> RunFigures:
     try:
         drift = measure_drift(directory, log_dir)
     except UserError as error:  # of a run that is too short, say

@@ -78,9 +78,12 @@ def _rank_error(work: Workload, asked: Problem, pins: Pins) -> UserError:
         pins.as_text
         and solve_least_memory(build_problem(work, asked.ranks, asked.strategy, Pins())) is not None
     ):
+        on = f"on {asked.ranks} ranks with the strategy {asked.strategy}"
+        if "," not in pins.as_text:
+            remedy = "give more ranks, or another value, or another strategy"
+            return UserError(f"{pins.as_text} is impossible {on}", remedy=remedy)
         return UserError(
-            f"the choices {pins.as_text} cannot be met together on {asked.ranks} ranks",
-            remedy="change or drop one of them",
+            f"the choices {pins.as_text} cannot be met together {on}", remedy="change or drop one of them"
         )
     if asked.strategy == "apart" and work.sharing_sections:
         trained = ", ".join(dict.fromkeys(chain.from_iterable(work.sharing_sections)))

@@ -45,7 +45,7 @@ def test_every_change_is_refused_by_name_and_can_be_allowed() -> None:
     assert check_settings(settings_of(), settings_of(), (), "here") == []
     for name, changed in changes.items():
         for settings in changed:
-            with pytest.raises(UserError, match=f"{name} of the run have changed") as caught:
+            with pytest.raises(UserError, match=r"this run has another .* than the checkpoint") as caught:
                 check_settings(settings_of(), settings, (), "here")
             assert f"--allow-change {name}" in caught.value.remedy
             assert len(check_settings(settings_of(), settings, (name,), "here")) == 1
@@ -88,9 +88,26 @@ def test_parts_of_schedulers_are_compared(before: object, now: object, is_other:
     if not is_other:
         assert check_settings(describe(before), describe(now), (), "here") == []
         return
-    with pytest.raises(UserError, match="scheduler of the run have changed") as caught:
+    with pytest.raises(UserError, match="another scheduler than the checkpoint") as caught:
         check_settings(describe(before), describe(now), (), "here")
     assert "--allow-change scheduler" in caught.value.remedy
+
+
+def test_a_schedule_that_depends_on_the_length_of_the_run_names_both_lengths() -> None:
+    def describe(steps: int, rate: float = 1.0) -> dict[str, str]:
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate - step / steps)
+        return describe_settings(0, False, None, "", {}, optimizer, scheduler, steps)
+
+    with pytest.raises(
+        UserError, match="scheduler than the checkpoint: that of 400 steps became that of 4000"
+    ) as e:
+        check_settings(describe(400), describe(4000), (), "here")
+    assert "--steps 400, as before" in e.value.remedy and "--allow-change scheduler" in e.value.remedy
+    with pytest.raises(
+        UserError, match=r"factors 1 0.9975 0.9925 .* at steps 0, 1, 3, 10, .* became 2 1.9975"
+    ):
+        check_settings(describe(400), describe(400, 2.0), (), "here")
 
 
 @pytest.mark.slow
@@ -123,7 +140,7 @@ def test_options_of_single_parameters_are_compared(
     write_plan(tmp_path / "other", ALONE, source=source.replace(old, line.format(name)))
     assert run_plan(tmp_path / "other", ["--steps", "4", *save]) == 2
     errors = capfd.readouterr().err
-    assert "optimizer of the run have changed: " in errors and "--allow-change optimizer" in errors
+    assert "another optimizer than the checkpoint: " in errors and "--allow-change optimizer" in errors
     assert text.partition("{}")[2] in errors and "Traceback" not in errors
 
 
@@ -134,5 +151,7 @@ def test_resumed_run_is_compared(tmp_path: Path, capfd: pytest.CaptureFixture[st
     write_plan(plan, ALONE)
     assert run_plan(plan, ["--steps", "2", *save]) == 0
     assert run_plan(plan, ["--steps", "4", *save, "--clip", "1"]) == 2
-    assert "clip of the run have changed: None became 1.0" in capfd.readouterr().err
+    assert (
+        "another limit of gradients (--clip) than the checkpoint: None became 1.0" in capfd.readouterr().err
+    )
     assert run_plan(plan, ["--steps", "4", *save, "--clip", "1", "--allow-change", "clip"]) == 0
