@@ -114,6 +114,7 @@ WIDTHS = ("auto", "own", "global")  # of micro-batches
 _PROBED_STEPS = 1000  # of a run, for a scheduler that is made to see whether it can be
 PACK_CHOICES = ("never", "always", "auto")
 MAX_GLOBAL_BATCH = 1 << 17  # samples; the search orders each, which takes some 60 KB of memory a sample
+_FEW_SAMPLES = 8  # in the batch that explains an error of forward
 MAX_LOCAL_MODEL_BYTES = 2 << 30  # a model up to this size is built here to show its plan exact
 
 
@@ -651,8 +652,9 @@ def _find_eager_failure(
     `error`.
 
     Returns the error of plain PyTorch; None if it succeeds. In place of a model that is too large to be built
-    here, small_model() is run; its error counts if it comes from the same line. Under --dtype, which the
-    model may not be written for, the error says so.
+    here, small_model() is run; its error counts if it comes from the same line. Without one, `error` gets
+    what forward may not expect of a batch. Under --dtype, which the model may not be written for, the error
+    says so.
     """
     if not eager_failure.is_user_error(error):
         return None
@@ -666,6 +668,8 @@ def _find_eager_failure(
         failures = (eager_failure.find_eager_failure(user, model, some) for some in tries)
         found = (f for f in failures if f is not None and (not stands_in or f.where == error.where))
         failure = next(found, None)
+    elif few := samples[:_FEW_SAMPLES]:
+        error.remedy += eager_failure.explain_default_batch(user, user.collate_shapes(few), few)
     if failure is not None or not options.dtype:
         return failure
     if model is not None and not stands_in:

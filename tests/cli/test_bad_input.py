@@ -32,6 +32,10 @@ REFUSED = [
         "some_spectra",
         ["some_spectra.py:15", "joined along dim 0, in this batch spectrum [4, 6]", "hold `value[None]`"],
     ),
+    (
+        "large_spectra",
+        ["large_spectra.py:16", "joined along dim 0, in this batch spectrum [16, 6]", "hold `value[None]`"],
+    ),
     ("mixup", ["mixup.py:", "mixes the samples of a batch", "aten.randperm", "what to do"]),
 ]
 

@@ -82,7 +82,7 @@ def find_eager_failure(
         remedy = (
             _explain_batch_of_one(user, batch)
             if alone
-            else _explain_failure(error) + _explain_default_batch(user, batch, samples)
+            else _explain_failure(error) + explain_default_batch(user, batch, samples)
         )
         return UserError(message, error_source_line(error), remedy)
     return None
@@ -134,7 +134,7 @@ def _explain_batch_of_one(user: UserModel, batch: Mapping[str, Any]) -> str:
     )
 
 
-def _explain_default_batch(
+def explain_default_batch(
     user: UserModel, batch: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
 ) -> str:
     """Says what forward may not expect of a batch that the default collation made: keys with rows of some

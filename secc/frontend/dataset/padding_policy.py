@@ -10,6 +10,7 @@ batch's width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -45,6 +46,7 @@ _SMALL_MODEL_PARAMETERS = 1 << 22
 # a stride, padding reaches samples of some lengths only.
 _REMAINDERS = 8
 _EXTRA_PADDING = 3  # positions of extra padding, odd so that it shows in patch and pooling sizes
+_MOST_FURTHER_PADDING = 128  # positions of further padding in an excerpt, where long samples take long
 # Padding up to this multiple of a batch's own width, if the dataset has samples as wide: convolutions absorb
 # a few padded positions, so a little extra padding may not show.
 _MAX_WIDENING = 4
@@ -160,15 +162,12 @@ def _probe_excerpt(
 ) -> PaddingPolicy:
     """Pads a batch of each pattern and compares loss, gradients and hidden states of an excerpt of the model.
     Raises CannotRunExcerpt if it cannot stand for the model, and whatever the user's code raises."""
-    patterns = survey.micro_batch_patterns()
-    batches = [_WidenedBatch(user, inputs, _pick_unpadded(user, survey, p)) for p in patterns]
-    excerpt = ModelExcerpt(user, {token for b in batches for token in b.iter_tokens()}, limits)
+    batches = [_widen_light_batches(user, survey, inputs, p) for p in survey.micro_batch_patterns()]
+    tokens = {token for options in batches for batch in options for token in batch.iter_tokens()}
+    excerpt = ModelExcerpt(user, tokens, limits)
     randomness = PlanRandomness(excerpt.model, draws, inputs.symbols)
-    for batch in batches:
-        own = excerpt.run(batch.own, randomness.draws_for(user, batch.samples))
-        gradients = own.outcome.gradients.values()
-        if not (isfinite(own.outcome.loss) and any(g is not None and bool(g.any()) for g in gradients)):
-            raise CannotRunExcerpt("its loss depends on no weight that gets a gradient there")
+    for options in batches:
+        batch, own = _run_first_option(user, excerpt, randomness, options)
         try:
             wide = excerpt.run(batch.wide, randomness.draws_for(user, batch.samples, batch.widths))
         except NotEnoughMemory:
@@ -182,14 +181,46 @@ def _probe_excerpt(
     return PaddingPolicy("own", WidthsReason.SHOWN, _describe_excerpt(excerpt))
 
 
+def _widen_light_batches(
+    user: UserModel, survey: DatasetSurvey, inputs: ModelInputs, pattern: InputPattern
+) -> list[_WidenedBatch]:
+    """Returns a batch of few light samples that have a pattern, shortened as forward or collate may refuse,
+    and one of these samples as they are."""
+    options = list[_WidenedBatch]()
+    with suppress(Exception):  # whatever the user's collate raises
+        options.append(_WidenedBatch(user, inputs, survey.lightest_samples(pattern)))
+    whole = survey.without_crops().lightest_samples(pattern)
+    return [*options, _WidenedBatch(user, inputs, whole)]
+
+
+def _run_first_option(
+    user: UserModel, excerpt: ModelExcerpt, randomness: PlanRandomness, options: Sequence[_WidenedBatch]
+) -> tuple[_WidenedBatch, ExcerptResult]:
+    """Runs the excerpt on the first batch that the user's forward takes and that gives gradients. Raises what
+    forward raises for the last one, and CannotRunExcerpt if that gives none."""
+    for batch in options:
+        is_last = batch is options[-1]
+        try:
+            own = excerpt.run(batch.own, randomness.draws_for(user, batch.samples))
+        except Exception as error:  # whatever the user's forward raises for shortened samples
+            if is_last or isinstance(error, NotEnoughMemory):
+                raise
+            continue
+        gradients = own.outcome.gradients.values()
+        if isfinite(own.outcome.loss) and any(g is not None and bool(g.any()) for g in gradients):
+            return batch, own
+    raise CannotRunExcerpt("its loss depends on no weight that gets a gradient there")
+
+
 def _describe_excerpt(excerpt: ModelExcerpt) -> str:
     ran, layers = excerpt.layer_counts
     return f", with one layer of each kind at its real size ({ran} of {layers} layers)"
 
 
 class _WidenedBatch:
-    """A batch as wide as its samples, and padded about as far again, but not beyond the widest drawn sample.
-    An odd number of positions is added, so that it shows in sizes of patches and pools."""
+    """A batch as wide as its samples, and padded about as far again, but not by many more positions than
+    `_MOST_FURTHER_PADDING` and not beyond the widest drawn sample. An odd number of positions is added, so
+    that it shows in sizes of patches and pools."""
 
     def __init__(self, user: UserModel, inputs: ModelInputs, samples: list[Sample]) -> None:
         self.samples, self.own = samples, user.collate(samples)
@@ -198,7 +229,10 @@ class _WidenedBatch:
         self.widths = {
             n: max(
                 sizes[n] + _EXTRA_PADDING,
-                min(2 * sizes[n] + _EXTRA_PADDING, max(s[n] for s in inputs.sample_sizes)),
+                min(
+                    sizes[n] + min(sizes[n], _MOST_FURTHER_PADDING) + _EXTRA_PADDING,
+                    max(s[n] for s in inputs.sample_sizes),
+                ),
             )
             for n in names
         }

@@ -10,7 +10,7 @@ sequences are cropped, so that a capture is quick.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
@@ -34,6 +34,7 @@ LACKING_SAMPLE_COUNTS = (0, 1, 1, 2, 2)  # ... and how many of these lack some o
 FEW_LENGTHS = 3  # samples of fewer different lengths are cropped to further lengths
 LONG_SEQUENCE = 96  # tokens: longer sequences are cropped
 CROPPED_LENGTHS = (29, 43, 23, 37, 31)  # tokens of the longest sample of each micro-batch, after cropping
+PLACEHOLDERS = 4  # equal tokens in a row that stand for patches of a picture or frames of a sound
 # Place of each micro-batch between long (0) and short samples: lengths must not fall as counts rise.
 BATCH_PLACES = (0, 3, 1, 4, 2)
 MAX_UNION_PATTERNS = 16
@@ -187,6 +188,16 @@ class DatasetSurvey:
             self._composed[asked] = [list(batch) for batch in batches]
         return batches
 
+    def lightest_samples(self, pattern: InputPattern) -> list[Sample]:
+        """Returns few samples that together have the pattern, those with the smallest pictures and the
+        fewest tokens. If sequences may be cropped, they lose what follows their placeholders and the first
+        labels."""
+        lightest = [
+            min(group, key=lambda s: (sample_volume(s), sequence_length(s)))
+            for group in self._covering_groups(pattern)
+        ]
+        return [_drop_last_tokens(s) for s in lightest] if self.may_crop else lightest
+
     def kept_samples(self, pattern: InputPattern) -> list[Sample]:
         """Returns the kept samples that micro-batches of a pattern are composed of."""
         return [sample for group in self._covering_groups(pattern) for sample in group]
@@ -268,16 +279,20 @@ def sequence_length(sample: Mapping[str, Any]) -> int:
 def _token_sequences(sample: Mapping[str, Any]) -> dict[str, int]:
     """Returns the lengths of the token sequence, first, and of the keys that run along with it (labels,
     masks)."""
+    return next(iter(_sequences_by_length(sample)), {})
+
+
+def _sequences_by_length(sample: Mapping[str, Any]) -> list[dict[str, int]]:
+    """Returns the keys of 1-D values, those of one length together, with that length: first those that run
+    along with the token sequence. Lengths that only floats have are left out."""
     vectors = {key: (n, integral) for key, value in sample.items() for n, integral in _vector_length(value)}
-    tokens = (
-        [TEXT_KEY]
-        if vectors.get(TEXT_KEY, (0, False))[1]
-        else [key for key, (_, integral) in vectors.items() if integral]
-    )
-    if not tokens:
-        return {}
-    size = vectors[tokens[0]][0]
-    return {tokens[0]: size} | {key: n for key, (n, _) in vectors.items() if n == size}
+    integers = [key for key, (_, integral) in vectors.items() if integral]
+    found = dict[int, dict[str, int]]()
+    for key in sorted(integers, key=lambda key: key != TEXT_KEY):
+        size = vectors[key][0]
+        if size not in found:
+            found[size] = {key: size} | {other: n for other, (n, _) in vectors.items() if n == size}
+    return list(found.values())
 
 
 def _vector_length(value: Any) -> Iterator[tuple[int, bool]]:
@@ -304,35 +319,62 @@ def _is_nested(value: Any) -> bool:
 
 
 def _crop_sample(sample: Sample, k: int, n: int) -> Sample:
-    """Shortens sample n of the micro-batch at place k: to a few tokens if it has sequences only, else by a
-    few tokens at its end.
+    """Shortens sample n of the micro-batch at place k: to a few tokens if it has sequences only, each of its
+    long sequences (two answers, a document and its summary) by itself; else by a few tokens at its end.
 
     Placeholders of images and sounds mostly come first and must stay. The window of a sample with
-    sequences only holds a label that counts.
+    sequences only holds a position that counts.
     """
     size = sequence_length(sample)
     if size < 2:
         return sample
     if not _has_only_sequences(sample):
-        return _take_window(sample, 0, max(size - k - n % 3, 1 + size // 2))
-    wanted = max(
-        (CROPPED_LENGTHS[k] if size > max(CROPPED_LENGTHS) + len(CROPPED_LENGTHS) else size - k) - n % 5, 2
-    )
-    return _take_window(sample, max(min(_first_label(sample) - 2, size - wanted), 0), wanted)
+        return _take_window(sample, _token_sequences(sample), 0, max(size - k - n % 3, 1 + size // 2))
+    sequences, *others = _sequences_by_length(sample)
+    places = [(sequences, k, n % 5)]
+    long_ones = (keys for keys in others if max(keys.values()) > LONG_SEQUENCE)
+    places += [(keys, k + 2 * i, (i + 2 * n) % 5) for i, keys in enumerate(long_ones, 1)]
+    for keys, place, less in places:
+        sample = _take_short_window(sample, keys, place % len(CROPPED_LENGTHS), less)
+    return sample
 
 
-def _first_label(sample: Sample) -> int:
-    labels = sample.get("labels")
-    if labels is None or "labels" not in _token_sequences(sample):
-        return 0
-    counted = (torch.as_tensor(labels) != -100).nonzero()
-    return int(counted[0]) if len(counted) else 0
+def _drop_last_tokens(sample: Sample) -> Sample:
+    """Shortens a sample to a few tokens if it has sequences only; else to those up to its last placeholders
+    and the first position that counts, and a few more."""
+    keys = _token_sequences(sample)
+    if _has_only_sequences(sample) or not keys:
+        return _crop_sample(sample, 0, 0)
+    tokens = torch.as_tensor(sample[next(iter(keys))])
+    repeated = (tokens[1:] == tokens[:-1]).unfold(0, PLACEHOLDERS - 1, 1).all(-1).nonzero()
+    end = int(repeated[-1]) + PLACEHOLDERS if len(repeated) else 0
+    kept = max(end, _first_counted(sample, keys)) + min(CROPPED_LENGTHS)
+    return _take_window(sample, keys, 0, min(kept, len(tokens)))
 
 
-def _take_window(sample: Sample, start: int, size: int) -> Sample:
-    """Takes `size` entries of the token sequence and the keys that run along with it, from `start` on,
-    wrapping around."""
-    keys, length = _token_sequences(sample), sequence_length(sample)
+def _take_short_window(sample: Sample, keys: Mapping[str, int], k: int, less: int) -> Sample:
+    """Crops the sequences `keys` of one length to the length at place k, `less` positions shorter."""
+    size = max(keys.values())
+    is_long = size > max(CROPPED_LENGTHS) + len(CROPPED_LENGTHS)
+    wanted = max((CROPPED_LENGTHS[k] if is_long else size - k) - less, 2)
+    return _take_window(sample, keys, max(min(_first_counted(sample, keys) - 2, size - wanted), 0), wanted)
+
+
+def _first_counted(sample: Sample, keys: Iterable[str]) -> int:
+    """Returns the first position at which all labels and masks among the sequences `keys` count: labels other
+    than -100, masks of zeros and ones that are not zero."""
+    first = 0
+    for key in keys:
+        values = torch.as_tensor(sample[key])
+        is_mask = bool(((values == 0) | (values == 1)).all())
+        counted = (values != 0 if is_mask else values != -100).nonzero()
+        first = max(first, int(counted[0]) if len(counted) else 0)
+    return first
+
+
+def _take_window(sample: Sample, keys: Mapping[str, int], start: int, size: int) -> Sample:
+    """Takes `size` entries of the sequences `keys` of one length, from `start` on, wrapping around."""
+    length = max(keys.values())
     index = [(start + i) % length for i in range(size)]
     windows = {
         key: [sample[key][i] for i in index] if isinstance(sample[key], (list, tuple)) else sample[key][index]
@@ -350,7 +392,7 @@ def _equalize_lengths(samples: list[Sample], resize: bool) -> list[Sample]:
         if sequence_length(sample) == size:
             return sample
         return (
-            _take_window(sample, 0, size)
+            _take_window(sample, _token_sequences(sample), 0, size)
             if resize and size and sequence_length(sample) and _has_only_sequences(sample)
             else samples[0]
         )

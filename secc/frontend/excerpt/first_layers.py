@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from secc.frontend.excerpt.call_kinds import CallKind, CallKinds
 from secc.frontend.excerpt.limits import ExcerptBudget, ExcerptLimits
 from secc.frontend.excerpt.row_tables import RowTable, RowTables, make_table_parameter, storage_address
+from secc.runtime.model.dataclass_args import cache_layer, is_empty_cache
 from secc.runtime.model.meta_build import build_meta_model
 from secc.runtime.model.module_copies import copy_module
 from secc.runtime.model.user_file import UserModel
@@ -179,7 +180,13 @@ class _ExcerptRun:
     def _make_forward(
         self, layer: nn.Module, described: _Layer, original: Callable[..., Any]
     ) -> Callable[..., Any]:
+        number = cache_layer(layer)
+
         def forward(*args: Any, **kwargs: Any) -> Any:
+            # A cache to be filled makes no difference in training, and a call that fills it is of no kind.
+            args, kwargs = map_leaves(
+                (args, kwargs), lambda _, leaf: None if is_empty_cache(leaf, number) else leaf
+            )
             arguments = (args, kwargs)
             kind = self._kinds.describe_call(described.twin, args, kwargs)
             known = self._known.get((described.stack, kind)) if kind is not None else None

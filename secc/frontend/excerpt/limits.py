@@ -10,8 +10,8 @@ from secc.runtime.host.memory import available_memory
 _GIB = 1 << 30
 _MAX_MEMORY = 8 * _GIB
 _MEMORY_SHARE = 3  # of the memory that is free
-_MAX_CPU_SECONDS = 30.0
-_FLOPS_PER_SECOND = 2e10  # of one core, for few tokens
+_MAX_CPU_SECONDS = 60.0
+_FLOPS_PER_SECOND = 4e10  # of one core, for a hundred tokens
 
 
 class CannotRunExcerpt(BaseException):

@@ -132,6 +132,32 @@ def test_long_texts_are_cropped_to_a_window_with_labels(user_of: UserOf):
     assert len(widths) == len(BATCH_SAMPLE_COUNTS)
 
 
+def test_two_answers_are_each_cropped_to_a_window_that_counts(user_of: UserOf):
+    def answers(i: int) -> Sample:
+        sizes = {"good": 300 + i, "bad": 500 + 7 * i}
+        masks = {f"{key}_mask": (torch.arange(n) >= 200).long() for key, n in sizes.items()}
+        return {key: torch.arange(n) for key, n in sizes.items()} | masks
+
+    batches = survey_dataset(user_of(list(map(answers, range(8))))).compose_batches(frozenset())
+    samples = [sample for batch in batches for sample in batch]
+    for key in ("good", "bad"):
+        assert all(len(s[key]) == len(s[f"{key}_mask"]) < 50 and s[f"{key}_mask"].any() for s in samples)
+        assert all(s[key][0] == 198 for s in samples)
+    assert len({len(s["good"]) - len(s["bad"]) for s in samples}) > 4  # one length says nothing of the other
+
+
+def test_the_lightest_sample_ends_behind_its_placeholders_and_first_label(user_of: UserOf):
+    ids = torch.cat([torch.arange(20), torch.full((30,), 99), torch.arange(400)])
+    labels = torch.where(torch.arange(450) < 80, -100, ids)
+    large = {"input_ids": ids, "labels": labels, "x": image(2)}
+    small = {"input_ids": ids, "labels": labels, "x": image(1)}
+    found = survey_dataset(user_of([large, small, large]))
+    [lightest] = found.lightest_samples(frozenset())
+    assert lightest["x"].shape == (1, 3, 4, 4)
+    assert torch.equal(lightest["input_ids"], ids[:103]) and (lightest["labels"] >= 0).any()
+    assert found.without_crops().lightest_samples(frozenset())[0]["input_ids"].shape == (450,)
+
+
 def test_a_text_with_an_image_loses_only_its_end(user_of: UserOf):
     found = survey_dataset(user_of([text(200, x=image()) for _ in range(5)]))
     batches = found.compose_batches(frozenset())

@@ -105,6 +105,22 @@ CASES: dict[str, tuple[dict[str, str], str, int | None]] = {
         "own",
         1,
     ),
+    "a cache of keys and values that the layers fill": (
+        {
+            "from torch import nn": "from torch import nn\nfrom transformers import DynamicCache",
+            "def forward(self, x, mask):": "def forward(self, x, mask, cache=None):",
+            "# in the layer": "if cache is not None: cache.update(k[:, None], v[:, None], self.index)",
+            "for i, layer in": "cache = DynamicCache()\n        for i, layer in",
+            "layer(x, mask)": "layer(x, mask, cache=cache)",
+        },
+        "own",
+        1,
+    ),
+    "long samples, which forward refuses if they are shortened": (
+        {"(9 + i % 7,)": "(140 + i % 7,)", "# at the end": "assert labels.shape[1] >= 140"},
+        "own",
+        1,
+    ),
     "two kinds by number": ({"# in the layer": "x = x * 2 if self.index % 3 == 2 else x"}, "own", 2),
     "two kinds by mask": (
         {"layer(x, mask)": "layer(x, mask & (steps[None] > steps[:, None] - 4) if i % 2 else mask)"},
