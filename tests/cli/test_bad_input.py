@@ -36,6 +36,10 @@ REFUSED = [
         "large_spectra",
         ["large_spectra.py:16", "joined along dim 0, in this batch spectrum [16, 6]", "hold `value[None]`"],
     ),
+    (
+        "stacked_spectra",
+        ["stacked_spectra.py:", "are stacked, in this batch spectrum [2, 1, 4, 6]", "`value[0]`"],
+    ),
     ("mixup", ["mixup.py:", "mixes the samples of a batch", "aten.randperm", "what to do"]),
 ]
 

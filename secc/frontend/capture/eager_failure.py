@@ -138,9 +138,10 @@ def explain_default_batch(
     user: UserModel, batch: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
 ) -> str:
     """Says what forward may not expect of a batch that the default collation made: keys with rows of some
-    samples only, and keys with two or three dims that are joined along dim 0, where padding may be meant (of
-    samples of different lengths) or a stack (of those that some samples lack). "" without any."""
-    joined, partial, unstacked = list[str](), list[str](), list[str]()
+    samples only; keys with two or three dims that are joined along dim 0, where padding may be meant (of
+    samples of different lengths) or a stack (of those that some samples lack); and keys with one row in each
+    sample that are stacked, where they may be meant to be joined. "" without any."""
+    joined, partial, unstacked, stacked = list[str](), list[str](), list[str](), list[str]()
     for key, value in batch.items() if not user.defines("collate") else ():
         held = [v for s in samples if isinstance(v := s.get(key), torch.Tensor)]
         if 0 < len(held) < len(samples):
@@ -151,6 +152,8 @@ def explain_default_batch(
                 joined.append(f"{key} {list(value.shape)}")
             elif len(held) < len(samples) and value.ndim == held[0].ndim and lengths[0] > 1:
                 unstacked.append(f"{key} {list(value.shape)}")
+        if held and all(v.ndim > 1 and len(v) == 1 for v in held) and value.ndim > held[0].ndim:
+            stacked.append(f"{key} {list(value.shape)}")
     explanation = ""
     if partial:
         explanation += (
@@ -166,6 +169,11 @@ def explain_default_batch(
         explanation += (
             f"; without collate(), values that some samples lack are joined along dim 0, in this batch "
             f"{', '.join(unstacked)}: where forward expects a row for each, let a sample hold `value[None]`"
+        )
+    if stacked:
+        explanation += (
+            f"; without collate(), values of one shape are stacked, in this batch {', '.join(stacked)}: "
+            "where forward expects no dim of 1 there, let a sample hold `value[0]`"
         )
     return explanation
 
