@@ -28,6 +28,7 @@ from secc.runtime.errors import UserError
 from secc.runtime.host.output_streams import drop_unwritable_output, open_closed_streams
 from secc.runtime.host.private_folder import hold_private_folder
 from secc.runtime.parameters.checkpoint_copies import COPIES_VARIABLE, CopyKeeper
+from secc.runtime.plan.compiled_files import check_compiled_code
 from secc.runtime.plan.plan_file import load_plan
 from secc.runtime.plan.schema import Plan
 from secc.runtime.training.hang_watch import HANG_EXIT_CODE
@@ -82,6 +83,7 @@ def run_plan(directory: str | Path, arguments: Sequence[str] = (), replan: Repla
         _keep_copies(folder, options.replicate) as keeper,
     ):
         if place is not None and place.node:
+            check_compiled_code(directory)
             return serve_node(directory, arguments, place, options, requests, _visible_devices, keeper)
         with nullcontext() if place is None else NodeServer(place, plan.hash, options, keeper) as server:
             supervisor = _Supervisor(directory, arguments, options, plan, replan, requests, server)
@@ -159,10 +161,8 @@ class _Supervisor:
 
     def _start_ranks(self, attempt: int, store: Path) -> LocalRanks | NodesRanks:
         """Starts all ranks of the present plan; `store` is the file in which those of one machine meet.
-        Raises UserError if the plan has gone since the run began."""
-        if not (self._plan / "run.py").exists():
-            remedy = "restore or compile it, and continue with --resume auto"
-            raise UserError("the plan has no run.py", str(self._plan), remedy)
+        Raises UserError if code of the plan is lost or changed."""
+        check_compiled_code(self._plan)
         limit, lost, left = self._options.hang_timeout, self._lost, self._world_size - len(self._lost)
         if self._server is None:
             devices, place = _visible_devices(self._world_size, lost), {STORE_VARIABLE: str(store)}

@@ -10,16 +10,23 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as run_torchrun
+from torch.distributed.run import parse_args
+
+from secc.runtime.errors import UserError
+from secc.runtime.plan.compiled_files import check_compiled_code
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs this node's ranks by torchrun. Returns 0; 2 if a rank has ended with bad input, which it has
-    printed; 1 after a message that names the first rank that failed; 128 + n after signal n."""
+    """Runs this node's ranks by torchrun. Returns 0; 2 if code of the plan is lost or changed, or a rank has
+    ended with bad input, which is printed; 1 after a message that names the first rank that failed; 128 + n
+    after signal n."""
     try:
+        check_compiled_code(Path(parse_args(arguments).training_script).parent)
         run_torchrun(list(arguments))
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -33,6 +40,9 @@ def main(arguments: Sequence[str]) -> int:
             f"error: rank {rank} (process {failure.pid}) {ended}; its node's ranks were stopped\n"
         )
         return 1
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     except SignalException as error:
         return 128 + error.sigval
     return 0

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from secc.errors import UserError
 from secc.runtime.host.folder_lock import hold_lock
+from secc.runtime.plan.compiled_files import COMPILED_FILES, read_compiled_files
 
-COMPILED_FILES = "files.sha256"  # in the format of sha256sum
 _EXECUTABLE = ("launch.sh", "slurm.sbatch")
 _KEPT = ".before"  # the suffix of a file that stood where the compiler writes one
 # What compilers wrote that made no list.
@@ -178,10 +178,8 @@ def _holds_files(path: Path) -> bool:
 
 def _compiled_paths(directory: Path) -> list[Path]:
     """The files of a plan that the compiler wrote."""
-    try:
-        lines = (directory / COMPILED_FILES).read_text(encoding="utf-8").splitlines()
-        names = [line.partition("  ")[2] for line in lines]
-    except (OSError, ValueError):
+    names = read_compiled_files(directory)
+    if names is None:
         folders = [directory / name for name in _UNLISTED_FOLDERS]
         names = [*_UNLISTED_FILES, *(str(path) for folder in folders for path in folder.rglob("*"))]
     paths = [directory / name for name in names]

@@ -11,7 +11,8 @@ import pytest
 
 import secc
 from secc.cli import main
-from secc.codegen.plan_writer import COMPILED_FILES, replace_file
+from secc.codegen.plan_writer import replace_file
+from secc.runtime.plan.compiled_files import read_compiled_files
 from secc.runtime.plan.plan_file import load_plan
 from tests.cli.test_drift import write_run_log
 from tests.e2e.harness import compile_and_write
@@ -43,8 +44,7 @@ def test_report_of_a_plan_has_a_simulated_step(plan: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out) == {"report": str(plan / "report.html")}
     page = (plan / "report.html").read_text()
     assert '"timeline":{"ns_per_tick"' in page and "waiting for other ranks" in page
-    listed = dict(line.split("  ")[::-1] for line in (plan / COMPILED_FILES).read_text().splitlines())
-    assert set(listed) >= {"report.html", "plan.json"}
+    assert {*(read_compiled_files(plan) or ())} >= {"report.html", "plan.json"}
 
 
 def test_report_says_where_its_step_differs_from_the_plan(plan: Path, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from secc.codegen import plan_writer
-from secc.codegen.plan_writer import COMPILED_FILES, replace_plan_file, reserve_output, write_plan_files
+from secc.codegen.plan_writer import replace_plan_file, reserve_output, write_plan_files
 from secc.errors import UserError
+from secc.runtime.plan.compiled_files import COMPILED_FILES, check_compiled_code, read_compiled_files
 
 
 def files_of(version: int) -> dict[str, str | bytes]:
@@ -27,8 +28,7 @@ def files_of(version: int) -> dict[str, str | bytes]:
 def version_of(plan: Path) -> int:
     """The version of a plan; fails if any of its files is missing, torn or of another version."""
     version = int((plan / "plan.json").read_text().split()[0])
-    lines = (plan / COMPILED_FILES).read_text().splitlines()
-    listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    listed = read_compiled_files(plan) or {}
     assert listed.keys() == files_of(version).keys()
     for name, digest in listed.items():
         assert hashlib.sha256((plan / name).read_bytes()).hexdigest() == digest
@@ -182,3 +182,23 @@ def test_a_write_that_fails_leaves_the_old_plan(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match="cannot write the plan: No space left on device"):
         write_plan_files(tmp_path / "plan", files_of(2))
     assert version_of(tmp_path / "plan") == 1 and leftovers(tmp_path / "plan") == []
+
+
+@pytest.mark.parametrize("change", ["lost", "cut"])
+def test_code_that_is_not_the_compiler_s_is_named(change: str, tmp_path: Path) -> None:
+    """Other files, and a section that the list of compiled files no longer names, may be edited."""
+    write_plan_files(tmp_path, files_of(1))
+    (tmp_path / "launch.sh").write_text("mine")
+    check_compiled_code(tmp_path)
+    section = tmp_path / "sections/v1.py"
+    section.unlink() if change == "lost" else section.write_text("1 sections")
+    with pytest.raises(
+        UserError, match=r"no sections/v1\.py" if change == "lost" else "was changed"
+    ) as error:
+        check_compiled_code(tmp_path)
+    assert "compile again" in error.value.remedy
+    if change == "cut":
+        assert error.value.where == str(section)
+        lines = (tmp_path / COMPILED_FILES).read_text().splitlines(keepends=True)
+        (tmp_path / COMPILED_FILES).write_text("".join(line for line in lines if "v1.py" not in line))
+        check_compiled_code(tmp_path)
