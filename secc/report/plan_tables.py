@@ -23,15 +23,10 @@ from secc.report.text_table import (
 from secc.runtime.plan.sample_predicates import describe_pattern, describe_predicate
 from secc.runtime.plan.schema import Edge, Plan, RerecordedCase, Section, is_statistic
 from secc.runtime.plan.section_graph import SectionGraph
+from secc.runtime.plan.step_program import owes_backward
 from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
 
 _OF_WHOLE_BATCH = "no part of the loss: computed of the global batch first, and read by other terms"
-MODE_DESCRIPTIONS = {
-    "train": "forward, and backward to weights and inputs",
-    "dgrad": "forward, and backward to inputs only: frozen weights, trainable part upstream",
-    "forward": "forward only: nothing trainable in it or upstream",
-}
-
 LEAST_SPREAD = 0.05  # of the steps of drawn batches, over the shortest, for them to be shown
 
 
@@ -330,6 +325,20 @@ def weights_text(plan: Plan, section: Section) -> str:
     return count_text(sum(math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in shapes))
 
 
+def describe_work(plan: Plan, section: Section) -> str:
+    """Says which passes a section computes, and why not all."""
+    if section.mode == "train":
+        return "forward, and backward to weights and inputs"
+    if section.mode == "dgrad":
+        return "forward, and backward to inputs only: frozen weights, trainable part upstream"
+    trains = any(plan.model.parameters.get(name, "").endswith(" train") for name in section.params)
+    graph = SectionGraph(plan)
+    upstream = set[str]().union(*(graph.ancestors[stage.name] for stage in plan.pipelines[section.name]))
+    if trains or any(owes_backward(s) for s in plan.sections if s.name in upstream):
+        return "forward only: the model stops gradients here (no_grad, detach), or the loss reads none of it"
+    return "forward only: nothing trainable in it or upstream"
+
+
 def _work_table(plan: Plan) -> TextTable:
     shares: dict[str, Any] = plan.prediction.get("sections", {})
     simulated = all("busy" in shares.get(s.name, {}) for s in plan.user_sections)
@@ -338,7 +347,7 @@ def _work_table(plan: Plan) -> TextTable:
         busy = (f"{float(shares[s.name]['busy']):.0%}",) if simulated else ()
         return (
             s.name,
-            MODE_DESCRIPTIONS.get(s.mode, s.mode),
+            describe_work(plan, s),
             weights_text(plan, s),
             f"{s.memory_gib:.3g}",
             *busy,
