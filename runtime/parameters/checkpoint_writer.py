@@ -392,14 +392,16 @@ def _attempt(action: Callable[[], Any]) -> Any:
     """Returns the action's result, or a _Failure for errors of files, and of torch as it writes them."""
     try:
         return action()
-    except OSError as error:
-        place = error.filename2 or error.filename  # of a rename, what it should have become
+    except (OSError, RuntimeError) as error:
+        # torch closes its archive after an error of the file, and raises that the archive is incomplete.
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        if not isinstance(cause, OSError):
+            text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+            return _Failure(printable_text(text), _OTHER_REMEDY)
+        place = cause.filename2 or cause.filename  # of a rename, what it should have become
         where = f": {place}" if place else ""
-        remedy = _REMEDIES.get(error.errno or 0, _OTHER_REMEDY)
-        return _Failure(printable_text(f"{error.strerror or error}{where}"), remedy)
-    except RuntimeError as error:
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return _Failure(printable_text(cause), _OTHER_REMEDY)
+        remedy = _REMEDIES.get(cause.errno or 0, _OTHER_REMEDY)
+        return _Failure(printable_text(f"{cause.strerror or cause}{where}"), remedy)
 
 
 def _find_places(state: Mapping[str, Any]) -> tuple[dict[str, _CopiedTensor], int]:

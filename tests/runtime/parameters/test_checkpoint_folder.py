@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,18 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
         if finished:
             break
     assert finished and kill_at > 8 and seen == {1.0, 2.0}
+
+
+@pytest.mark.parametrize("limit", [1000, 8000], ids=["before a tensor", "inside a tensor"])
+def test_a_disk_that_gets_full_is_named_as_the_cause(limit: int, tmp_path: Path) -> None:
+    """Inside a tensor torch raises that its archive is incomplete, and hides the error of the file."""
+    model, limits = torch.nn.Linear(64, 64), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(SaveFailed, match="File too large"):
+            save_checkpoint(tmp_path, model.state_dict(), make_manifest(model, 1, 0, False, 1, None))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_all_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
