@@ -601,7 +601,8 @@ class UserModel:
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, steps: int | None = None) -> Any:
         """Call the file's learning-rate `scheduler`, which is stepped once per global batch, with the number
-        of the run's `steps` if it takes a second argument. Returns None if the file has none."""
+        of the run's `steps` if it takes a second argument. Returns None if the file has none, or it returns
+        None."""
         if not self.defines("scheduler"):
             return None
         try:
@@ -611,12 +612,12 @@ class UserModel:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         takes_steps = steps is not None and sum(p.kind in positional for p in parameters) > 1
         scheduler = self.call_function("scheduler", optimizer, *([steps] if takes_steps else []))
-        if not callable(getattr(scheduler, "step", None)):
+        if scheduler is not None and not callable(getattr(scheduler, "step", None)):
             place = self.function_source_line("scheduler")
             raise UserError(
                 f"scheduler() returns {describe_type(scheduler)}, which has no step()",
                 place,
-                "return a torch.optim.lr_scheduler",
+                "return a torch.optim.lr_scheduler, or None for a constant rate",
             )
         return scheduler
 

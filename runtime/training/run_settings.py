@@ -93,7 +93,8 @@ def check_settings(
         name = key.partition(".")[0]
         then, steps = recorded.get(_SCHEDULED_STEPS), present.get(_SCHEDULED_STEPS)
         as_before = ""
-        if name == "scheduler" and None not in (then, steps) and then != steps:
+        same_class = len({s.get("scheduler", "").partition("(")[0] for s in (recorded, present)}) == 1
+        if name == "scheduler" and same_class and None not in (then, steps) and then != steps:
             as_before = f"train up to --steps {then}, as before"
             before, now = f"that of {then} steps", f"that of {steps} steps"
         elif key == "scheduler.parts" and "(" not in before + now:

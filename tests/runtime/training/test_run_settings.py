@@ -94,9 +94,10 @@ def test_parts_of_schedulers_are_compared(before: object, now: object, is_other:
 
 
 def test_a_schedule_that_depends_on_the_length_of_the_run_names_both_lengths() -> None:
-    def describe(steps: int, rate: float = 1.0) -> dict[str, str]:
-        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate - step / steps)
+    def describe(steps: int, rate: float = 1.0, of_steps: bool = True) -> dict[str, str]:
+        optimizer, lr = torch.optim.SGD(nn.Linear(2, 2).parameters()), torch.optim.lr_scheduler
+        by_step = lr.LambdaLR(optimizer, lambda step: rate - step / steps)
+        scheduler = by_step if of_steps else lr.StepLR(optimizer, 5)
         return describe_settings(0, False, None, "", {}, optimizer, scheduler, steps)
 
     with pytest.raises(
@@ -108,6 +109,9 @@ def test_a_schedule_that_depends_on_the_length_of_the_run_names_both_lengths() -
         UserError, match=r"factors 1 0.9975 0.9925 .* at steps 0, 1, 3, 10, .* became 2 1.9975"
     ):
         check_settings(describe(400), describe(400, 2.0), (), "here")
+    with pytest.raises(UserError, match=r"LambdaLR\(.* became StepLR\(") as e:
+        check_settings(describe(400), describe(4000, of_steps=False), (), "here")
+    assert "--steps" not in e.value.remedy
 
 
 @pytest.mark.slow
