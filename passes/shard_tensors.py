@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from xdsl.context import Context
-from xdsl.dialects.builtin import ArrayAttr, ModuleOp
+from xdsl.dialects.builtin import ArrayAttr, IntegerAttr, ModuleOp
 from xdsl.ir import Attribute, SSAValue
 from xdsl.passes import ModulePass
 
 from secc.errors import ImpossibleChoice, UserError
-from secc.ir.analysis.dataflow import get_number, get_string
+from secc.ir.analysis.dataflow import get_number, get_string, get_values
 from secc.ir.analysis.tp_layouts import (
     declared_tp,
     dividing_tp,
@@ -48,6 +48,7 @@ from secc.ir.dialect.typed_attributes import StyleAttr, UnsplitAttr
 from secc.runtime.plan.schema import Shard
 from secc.runtime.plan.unsplit_reason import TOKEN_MIXING_REMEDY, SharedSize, UnsplitKind, UnsplitReason
 
+MAX_NAMED_SIZES = 4  # that a tp does not divide, in a message
 # Why experts are not split among ranks.
 WHOLE_EXPERTS = frozenset({"routed", "listed"})  # styles of modules with experts that ranks hold whole
 EXPERT_REASONS = frozenset(
@@ -95,7 +96,7 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
     heads = [reason for reason in unsplit if reason.value.kind is UnsplitKind.UNEVEN_HEADS]
     if heads:
         raise ImpossibleChoice(
-            UserError(f"{name} is impossible: {heads[0]}", remedy=_suggest_tp(whole, heads)), [name]
+            UserError(f"{name} is impossible: {heads[0]}", remedy=_suggest_tp(graph, whole, heads)), [name]
         )
     if ep > 1:
         _require_split_experts(graph, blocks, whole, ep, cuts)
@@ -111,16 +112,20 @@ def _shard_section(graph: GraphOp, section: SectionOp, tp: int, assume: bool) ->
     uneven = not computes_parts and any(reason.value.is_uneven for reason in unsplit)
     if uneven or not any(cut.styles.data or cut.shards.data for cut in kept):  # a last stage may be a head
         reasons = unsplit + why
-        cause = reasons[0] if cuts and reasons else "this tp was not tested during compilation"
+        sizes = {reason.value.shared_size: reason for reason in reversed(reasons) if reason.value.is_uneven}
+        named = [reason for reason in reasons if reason in sizes.values()][:MAX_NAMED_SIZES]
+        cause = "; ".join(map(str, named if uneven else reasons[:1]))
+        if not cuts or not cause:
+            cause = "this tp was not tested during compilation"
         error = UserError(
             f"{name} is impossible: none of its modules can be split ({cause})",
-            remedy=_suggest_tp(whole, reasons),
+            remedy=_suggest_tp(graph, whole, reasons),
         )
         raise ImpossibleChoice(error, [name if uneven else f"{whole}.tp"])
     if not assume and (reason := _why_mostly_whole(graph, section, tp, cuts)) is not None:
         error = UserError(
             f"{name} is impossible: most of its parameters would stay whole on every rank ({reason})",
-            remedy=_suggest_tp(whole, [reason]),
+            remedy=_suggest_tp(graph, whole, [reason]),
         )
         raise ImpossibleChoice(error, [f"{whole}.tp"])
     if get_string(section, "norms") == "sequence":
@@ -216,9 +221,12 @@ def _untested_tp_error(name: str, tp: int, sizes: Sequence[SharedSize], possible
     )
 
 
-def _suggest_tp(whole: str, reasons: Iterable[UnsplitAttr]) -> str:
-    """The remedy for a tp that does not divide sizes: the numbers that divide all of them."""
-    return _format_remedy(whole, dividing_tp(undivided_sizes(reason.value for reason in reasons)))
+def _suggest_tp(graph: GraphOp, whole: str, reasons: Iterable[UnsplitAttr]) -> str:
+    """The remedy for a tp that does not divide sizes: the numbers, up to the plan's ranks, that divide all
+    of them."""
+    ranks = {rank for section in graph.sections for rank in get_values(section, "ranks", IntegerAttr)}
+    possible = dividing_tp(undivided_sizes(reason.value for reason in reasons))
+    return _format_remedy(whole, [tp for tp in possible if not ranks or tp <= len(ranks)])
 
 
 def _format_remedy(whole: str, possible: Sequence[int]) -> str:

@@ -34,6 +34,21 @@ def test_heads_that_tp_does_not_divide_are_refused() -> None:
     assert error.value.remedy == "set lm.tp to 3"
 
 
+def test_every_size_that_tp_does_not_divide_is_named_with_what_the_ranks_allow() -> None:
+    """Layers with maps to 64 and 32 outputs, and an embedding of 32, on three ranks."""
+    uneven = {"tower.q": 64, "tower.k": 32, "tower.o": 64, "embed": 32}
+    whole = ", ".join(f'#sec.unsplit<"{path}", "uneven_outputs", "", {n}, 3>' for path, n in uneven.items())
+    cut = f'sec.cut "tower" block "tower" tp 3 styles [] shards [] partial [] whole [{whole}]'
+    source = SOURCE.replace("{tp = 2 : i64}", "{tp = 3 : i64, ranks = [0 : i64, 1 : i64, 2 : i64]}")
+    with pytest.raises(UserError) as error:
+        sharded(source.replace('  sec.cut "embed"', f'  {cut}\n  sec.cut "embed"'))
+    assert error.value.message == (
+        "lm.tp=3 is impossible: none of its modules can be split"
+        " (tower.q: tp=3 does not divide its 64 outputs; tower.k: tp=3 does not divide its 32 outputs)"
+    )
+    assert error.value.remedy == "set lm.tp to 2"
+
+
 def test_a_section_with_nothing_to_split_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"lm\.tp=3 is impossible: none of its modules can be split \(this tp was not tested"
