@@ -37,7 +37,7 @@ def find_comparisons(tensor: torch.Tensor, frame: FrameType | None) -> tuple[Com
 def _comparisons_of_call(code: CodeType, offset: int) -> tuple[Comparison, ...]:
     """Returns how the number that the call at an offset of bytecode reads is compared; nothing where it is
     used otherwise, too."""
-    tree = _parse_file(code.co_filename)
+    tree = parse_file(code.co_filename)
     if tree is None:
         return ()
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
@@ -71,7 +71,8 @@ def _comparisons_of_call(code: CodeType, offset: int) -> tuple[Comparison, ...]:
 
 
 @lru_cache(maxsize=64)
-def _parse_file(name: str) -> ast.Module | None:
+def parse_file(name: str) -> ast.Module | None:
+    """Returns the syntax tree of a source file; None if it has none."""
     try:
         return ast.parse("".join(linecache.getlines(name)))
     except SyntaxError:

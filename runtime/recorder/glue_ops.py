@@ -28,6 +28,7 @@ from secc.runtime.recorder.compared_numbers import find_comparisons
 from secc.runtime.recorder.drawn_values import DrawnValues
 from secc.runtime.recorder.finite_checks import decides_finiteness, find_passed_check
 from secc.runtime.recorder.graph_tape import Tape
+from secc.runtime.recorder.library_checks import find_outcome_without_error
 from secc.runtime.recorder.recording import BlockError, iter_nodes_behind, read_value
 
 aten = torch.ops.aten
@@ -334,7 +335,7 @@ class GlueRecorder:
     def _run_value_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record an op that returns a Python value: a read."""
         kind = "item" if func is _READ_OP else func._schema.name.removeprefix("aten::")
-        if kind == "item" and (passed := self.pass_finite_check(args[0])) is not None:
+        if kind == "item" and (passed := self.pass_check(args[0])) is not None:
             return passed
         for t in pytree.tree_leaves((args, kwargs)):
             if isinstance(t, torch.Tensor):
@@ -354,11 +355,14 @@ class GlueRecorder:
         )
         return out
 
-    def pass_finite_check(self, tensor: torch.Tensor) -> bool | None:
-        """Return what a check that a scalar is finite yields if it is; None for other tensors (one entry).
-        `confirm_passed_checks` raises later if the loss does not depend on the scalar so."""
+    def pass_check(self, tensor: torch.Tensor) -> bool | None:
+        """Return what a check by torch, or one that a scalar is finite, yields if it passes; None for other
+        tensors (one entry). `confirm_passed_checks` raises later if the loss may be finite where the scalar
+        is not."""
         if tensor.dtype != torch.bool or not self._executor.has_unknown_values(tensor):
             return None
+        if (outcome := find_outcome_without_error()) is not None:
+            return outcome
         check = self.tape.find_node(tensor)
         found = find_passed_check(check)
         if check is None or found is None:

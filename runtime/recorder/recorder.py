@@ -593,7 +593,7 @@ class Recorder:
         may be for the log, so it fails only when it is used."""
         if self._has_valueless_inputs or not self._executor.has_unknown_values(tensor) or tensor.numel() != 1:
             return tensor.item()
-        if (passed := self._glue.pass_finite_check(tensor)) is not None:
+        if (passed := self._glue.pass_check(tensor)) is not None:
             return passed
         return DeferredScalar(tensor.detach().reshape(()), lambda: self._glue.refuse_read("item", tensor))
 

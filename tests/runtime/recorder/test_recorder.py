@@ -268,11 +268,26 @@ def test_checks_that_the_loss_is_finite_are_taken_as_passed(glue: Callable[..., 
     assert_replays(found, model)
 
 
+CHECKS_BY_TORCH: list[Callable[..., Any]] = [
+    lambda loss, h: F.gaussian_nll_loss(h, h.detach() + 1, h.exp()) + loss,
+    lambda loss, h: torch.distributions.Normal(h, h.exp(), validate_args=True).log_prob(h * 2).sum() + loss,
+]
+
+
+@pytest.mark.parametrize("glue", CHECKS_BY_TORCH)
+def test_checks_of_torchs_own_functions_are_taken_as_passed(glue: Callable[..., Any]) -> None:
+    model = Checked(glue)
+    found = record_forward(model, BATCH, ["body", "head"])
+    assert not found.reads
+    assert_replays(found, model)
+
+
 UNDECIDED_CHECKS: list[Callable[..., Any]] = [
     lambda loss, h: loss * 2 if torch.isnan(h.mean()) else loss,  # the loss does not depend on it
     lambda loss, h: checked_loss(torch.isfinite(h.sum()), 1 / h.sum() + loss),  # 1 / inf is finite
     lambda loss, h: loss if torch.isinf(h).any() else 2 * loss,  # a masked entry may be infinite
     lambda loss, h: checked_loss(torch.isfinite(loss), loss).zero_() + h.sum(),
+    lambda loss, h: checked_loss((h > -99).all(), loss),  # the user's own check
 ]
 
 
