@@ -119,6 +119,11 @@ ResultShapeRules = Mapping[str, TensorShapes]
 NO_SHAPE_RULES: ResultShapeRules = {}
 
 
+class _CacheUsedAgain(BaseException):
+    """Ends the run of a block that uses a cache of keys and values for a second time. It is no Exception, so
+    that forward does not catch it."""
+
+
 class Recorder:
     """Records forwards of one model with one choice of blocks (module paths), any number of times.
 
@@ -140,6 +145,8 @@ class Recorder:
         self._suggested_parts = set[str]()  # in place of blocks inside which a caller collects results
         self._growing_blocks = set[str]()  # blocks that add to lists or dicts of their callers
         self._keeps_caches = False  # a block reads what an earlier call wrote into a cache
+        self._fills_caches = False  # a layer inside a block reads what an earlier call wrote into a cache
+        self._unfilled_caches = dict[tuple[str, int], object]()  # by layer and id, in the running block
         self._omitted_caches = dict[int, tuple[object, set[int | str]]]()  # by id, and the layers without it
         self._opened_blocks = set[str]()  # blocks that hide what should be seen, which were opened
         self.shows_placed_rows = self.follows_draws = False
@@ -717,6 +724,7 @@ class Recorder:
             )
             # The block's ops may use its arguments as they are and as the fakes that it is called with.
             self._running = path, {id(t) for _, t in nested_values.iter_tensors((args, kwargs, *unknown))}
+            self._unfilled_caches.clear()
             settings, fixed = self._settings.settings_of_block(path), self._find_fixed_arguments(args, kwargs)
             block_args, block_kwargs = unknown
             stand_ins = [t for i, (_, t) in enumerate(nested_values.iter_tensors(unknown)) if i in fixed]
@@ -822,8 +830,9 @@ class Recorder:
         inside = (hook for m in module.modules() if m is not module for hook in m._forward_hooks.values())
         if not all(map(forward_hooks.is_idle_collector, inside)):
             return module._call_impl(*args, **kwargs)  # hooks inside the layer must see its calls
+        described = self._describe_empty_caches(path, module, (args, kwargs))
         try:
-            nested_values.encode_arguments((args, kwargs), lambda t: None)
+            nested_values.encode_arguments(described, lambda t: None)
         except nested_values.NotLiteral:
             return module._call_impl(*args, **kwargs)
         watch, frames = self._watch, running_module_and_frames(self._paths)[1]
@@ -832,7 +841,7 @@ class Recorder:
         result = self._block_results.learn_result(
             path,
             module,
-            (args, kwargs),
+            described,
             lambda: self._run_block(path, module, args, kwargs),
             settings=self._settings.settings_of_block(path),
         )
@@ -847,6 +856,24 @@ class Recorder:
             self._origins.adopt_result(tensor, leaf.is_input_independent)
         forward_hooks.run_collector_hooks(module, args, out)
         return out
+
+    def _describe_empty_caches(self, path: str, module: nn.Module, arguments: Any) -> Any:
+        """Return a layer's arguments with a text for each empty cache of keys and values, so that calls of
+        equal layers are alike. Only the first of them fills its part of a cache. Raises _CacheUsedAgain if a
+        layer gets a cache for the second time, as it would read what it did not fill."""
+        if self._fills_caches:
+            return arguments
+        number = cache_layer(module)
+
+        def describe(_: str, leaf: Any) -> Any:
+            if not is_empty_cache(leaf, number):
+                return leaf
+            if (path, id(leaf)) in self._unfilled_caches:
+                raise _CacheUsedAgain
+            self._unfilled_caches[path, id(leaf)] = leaf
+            return "an empty cache"
+
+        return nested_values.map_leaves(arguments, describe)
 
     def _run_inside_block(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module in a running block. If it needs values that are not known, or an op that fake
@@ -871,10 +898,13 @@ class Recorder:
             raise
 
     def _run_differentiable(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a block. Where it asks for gradients that known results of its layers cut off, run it again
-        with all that it calls."""
+        """Run a block. Where it asks for gradients that known results of its layers cut off, or reads caches
+        that these leave empty, run it again with all that it calls."""
         watch = self._watch.copy()
         try:
+            return self._run_inside_block(module, args, kwargs)
+        except _CacheUsedAgain:
+            self._watch, self._fills_caches = watch, True
             return self._run_inside_block(module, args, kwargs)
         except RuntimeError as error:
             if self._differentiates or not is_gradient_error(error):

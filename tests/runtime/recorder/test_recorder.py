@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import DynamicCache
 
 from secc.errors import UserError
 from secc.runtime.model.user_file import extract_loss
@@ -443,6 +444,53 @@ def test_equal_layers_run_once() -> None:
     recorder.record(BATCH)
     recorder.record(BATCH)
     assert len(runs) == 2  # the first layer's argument carries no gradient, the others' do
+
+
+class _CachingLayer(nn.Linear):
+    """Takes rows [n, 5], adds them to its cache, and returns as many rows as that holds."""
+
+    runs: ClassVar[list[int]] = []  # numbers of the layers
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__(5, 5)
+        self.layer_idx = layer_idx
+
+    def forward(self, x: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        self.runs.append(self.layer_idx)
+        keys, _ = cache.update(x[None, None], x[None, None], self.layer_idx)
+        return super().forward(keys[0, 0])
+
+
+class _CachingTower(nn.Module):
+    def __init__(self, passes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(_CachingLayer, range(8)))
+        self.passes = passes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = DynamicCache()
+        for _ in range(self.passes):
+            rows = x
+            for layer in self.layers:
+                rows = layer(rows, cache)
+        return rows
+
+
+@pytest.mark.parametrize(("passes", "ran"), [(1, [0, 1]), (2, [0, 1, 0, 1, *range(8), *range(8)])])
+def test_equal_layers_that_fill_a_cache_run_once_unless_it_is_read(passes: int, ran: list[int]) -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = _CachingTower(passes)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.tower(x).mean()
+
+    recorder = Recorder(Deep(), ["tower"])
+    _CachingLayer.runs.clear()
+    (result,) = [n for n in recorder.record({"x": BATCH["x"]}).graph.nodes if n.target is take_at_path]
+    assert _CachingLayer.runs == ran
+    assert result.meta["shape"] == _CachingTower(passes)(BATCH["x"]).shape
 
 
 class Windowed(nn.Module):
