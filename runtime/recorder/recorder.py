@@ -321,9 +321,7 @@ class Recorder:
         except UserError:
             raise
         except (Exception, SystemExit) as error:
-            if "FakeTensor" in str(
-                error
-            ):  # what stands for tensors here has no values, and a class of its own
+            if "FakeTensor" in str(error):  # what stands for tensors here has a class of its own
                 place = error_source_line(error) or where
                 raise BlockError("", None, _SUBCLASS_MESSAGE, place, _SUBCLASS_REMEDY) from error
             message = f"forward raises {type(error).__name__}: {error}"

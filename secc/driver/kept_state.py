@@ -209,9 +209,7 @@ def find_kept_state(
             run_forward(half)
         first = _read_values(model, user)
         loss, changes = run_forward(samples)
-        if not math.isfinite(
-            loss[0]
-        ):  # equals nothing, itself included; the comparison with the plan says it
+        if not math.isfinite(loss[0]):  # it equals nothing, itself included; the comparison reports it
             return None, None
         if (weight := find_weight(changes)) is not None:
             return weight, None
