@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from xdsl.ir import Operation, OpResult, SSAValue
 
-from secc.ir.analysis.dataflow import find_gradient_values, get_string, producer_of
+from secc.ir.analysis.dataflow import find_gradient_operands, find_gradient_values, get_string, producer_of
 from secc.ir.analysis.random_ops import call_site
 from secc.ir.analysis.row_order import RowOrder
 from secc.ir.analysis.transferable_values import (
@@ -44,7 +44,7 @@ class ValueCrossing:
     dst: str
     producer_identity: ValueIdentity
     consumer_identities: frozenset[ValueIdentity]
-    grad: bool  # whether a gradient of the loss comes back
+    grad: bool  # whether a gradient of the loss comes back from `dst`
     rows_mixed: bool  # whether its rows are out of order
 
     @property
@@ -87,7 +87,9 @@ def find_crossings(graph: GraphOp, case: CaseOp) -> list[ValueCrossing]:
             uses = sorted(result.uses, key=lambda u: (at[u.operation], u.index))
             ends = dict.fromkeys(end for u in uses if (end := section_of(u.operation)) not in {None, src})
             for dst in ends:
-                used = frozenset((*at[u.operation], u.index) for u in uses if section_of(u.operation) == dst)
+                users = [u for u in uses if section_of(u.operation) == dst]
+                used = frozenset((*at[u.operation], u.index) for u in users)
+                grad = any(result in find_gradient_operands(u.operation, wanted) for u in users)
                 found.append(
                     ValueCrossing(
                         case,
@@ -96,7 +98,7 @@ def find_crossings(graph: GraphOp, case: CaseOp) -> list[ValueCrossing]:
                         str(dst),
                         (*at[op], result.index),
                         used,
-                        result in wanted,
+                        grad,
                         result in mixed,
                     )
                 )

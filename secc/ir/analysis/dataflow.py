@@ -3,7 +3,7 @@ attributes say, and how large a value is for the dataset's samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from functools import lru_cache
 from typing import TypeVar
@@ -99,20 +99,23 @@ def find_gradient_values(case: CaseOp) -> set[SSAValue]:
     its terms."""
     wanted: set[SSAValue] = set()
     for op in reversed(case.ops):
-        match op:
-            case ReturnOp() | TermOp():
-                taken = list(op.operands)
-            case Computation() if "no_grad" not in op.properties and any(r in wanted for r in op.results):
-                target = op.properties["target"]
-                taken = (
-                    []
-                    if isinstance(target, StringAttr) and target.data in _GRADIENT_STOPS
-                    else list(op.operands)
-                )
-            case _:
-                continue
-        wanted.update(value for value in taken if tensor_type(value).requires_grad)
+        wanted.update(find_gradient_operands(op, wanted))
     return wanted
+
+
+def find_gradient_operands(op: Operation, wanted: Collection[SSAValue]) -> list[SSAValue]:
+    """The operands of an op that get a gradient from it; `wanted` has its results that a gradient of the loss
+    reaches."""
+    match op:
+        case ReturnOp() | TermOp():
+            taken = list(op.operands)
+        case Computation() if "no_grad" not in op.properties and any(r in wanted for r in op.results):
+            target = op.properties["target"]
+            stops = isinstance(target, StringAttr) and target.data in _GRADIENT_STOPS
+            taken = [] if stops else list(op.operands)
+        case _:
+            return []
+    return [value for value in taken if tensor_type(value).requires_grad]
 
 
 def is_random_op(op: Operation) -> bool:
