@@ -1,7 +1,7 @@
 """Recognises checks by which torch's own functions refuse values: `if torch.any(var < 0): raise ValueError`.
 
-`F.gaussian_nll_loss` and distributions look at their arguments so. The values are not known while a forward
-is recorded. Where the outcome decides only whether torch raises, forward goes on as if it did not.
+`F.gaussian_nll_loss` and distributions check their arguments like this. The values are not known while a
+forward is recorded. Where they decide only whether torch raises, forward goes on as if it did not.
 """
 
 from __future__ import annotations
