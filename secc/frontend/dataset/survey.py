@@ -346,6 +346,8 @@ def _drop_last_tokens(sample: Sample) -> Sample:
     if _has_only_sequences(sample) or not keys:
         return _crop_sample(sample, 0, 0)
     tokens = torch.as_tensor(sample[next(iter(keys))])
+    if len(tokens) <= PLACEHOLDERS:
+        return sample
     repeated = (tokens[1:] == tokens[:-1]).unfold(0, PLACEHOLDERS - 1, 1).all(-1).nonzero()
     end = int(repeated[-1]) + PLACEHOLDERS if len(repeated) else 0
     kept = max(end, _first_counted(sample, keys)) + min(CROPPED_LENGTHS)

@@ -156,6 +156,8 @@ def test_the_lightest_sample_ends_behind_its_placeholders_and_first_label(user_o
     assert lightest["x"].shape == (1, 3, 4, 4)
     assert torch.equal(lightest["input_ids"], ids[:103]) and (lightest["labels"] >= 0).any()
     assert found.without_crops().lightest_samples(frozenset())[0]["input_ids"].shape == (450,)
+    classified = {"x": image(1), "label": torch.tensor([3])}
+    assert survey_dataset(user_of([classified] * 3)).lightest_samples(frozenset())[0]["label"].tolist() == [3]
 
 
 def test_a_text_with_an_image_loses_only_its_end(user_of: UserOf):
