@@ -71,7 +71,7 @@ from secc.process_map import run_in_background
 OBJECTIVES = ("time", "gpus")
 SAMPLES_PER_RANK = 8  # of the global batch, where none is given
 # Samples are priced as dealt if the longest takes more than this share of the mean sample's time. Candidates
-# that take more than so many times the best plan's work with all samples divided are not priced.
+# that take more than `MOST_DEALT_RATIO` times the best plan's work with all samples divided are not priced.
 UNEVEN_PERMILLE = 2000
 MOST_DEALT_RATIO = 1.5
 # Limits of samples are also raised in a plan that takes at most this share longer than the best one.

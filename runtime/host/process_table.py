@@ -50,8 +50,8 @@ class StoppedProcesses:
         self._since: Mapping[int, float] = {}
 
     def find_longer_than(self, seconds: float, processes: Iterable[int]) -> list[int]:
-        """Returns those of these processes that were stopped whenever it has looked at them for at least so
-        many seconds."""
+        """Returns the processes that were stopped at every look of this object in the last `seconds` seconds
+        or longer."""
         now = self._clock()
         self._since = {p: self._since.get(p, now) for p in processes if self._state(p) == STOPPED}
         return [pid for pid, since in self._since.items() if now - since >= seconds]

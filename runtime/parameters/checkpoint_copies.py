@@ -382,7 +382,7 @@ def _sealed_memory() -> Iterator[int]:
 
 
 def _check_memory(size: int) -> None:
-    """Raises OSError if the host's memory does not hold so many bytes more."""
+    """Raises OSError if the host's memory does not hold `size` bytes more."""
     if size > available_memory() * _MEMORY_SHARE:
         raise OSError(f"the host has too little memory for {size} bytes")
 

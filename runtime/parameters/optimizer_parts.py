@@ -91,7 +91,7 @@ def find_outside_parameters(
 
 def _count_steps(optimizer: optim.Optimizer, parameters: int) -> int:
     """Returns how many steps show what the hooks of an optimizer do that may act in every Nth only: twice the
-    largest number that they name, if that is not too much work for so many parameters."""
+    largest number that they name, if that is not too much work for `parameters` parameters."""
     if not has_hooks(optimizer):
         return len(_STEP_SCALES)
     named = [n for n in numbers_of_hooks(_hooks_of(optimizer)) if 2 * n < _MOST_UPDATES // max(1, parameters)]

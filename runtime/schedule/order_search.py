@@ -100,7 +100,7 @@ def worthwhile_tries(tasks: int, makespan: int, lower_bound: MakespanBound) -> i
 
 
 def most_searched_tasks(tasks: int, makespan: int) -> int:
-    """Returns how many tasks the search for a better order of so many `tasks` simulates at most."""
+    """Returns how many tasks the search for a better order of `tasks` tasks simulates at most."""
     return min(MAX_TRIES * tasks, makespan // PLANNING_TIME_DIVISOR // TRY_NS_PER_TASK)
 
 

@@ -10,7 +10,7 @@ A rank with several stages (chunks of layers) alternates: after a backward, a re
 next backward (without that, interleaved 1F1B would take up to 30% longer). It takes from its last stage
 first, but whole backwards in a V from its first stage. Only in a loop, forwards go through the stages in
 rounds of as many micro-batches as there are ranks (interleaved 1F1B, Narayanan et al. 2021), because what a
-stage sends returns to the rank after so many.
+stage sends returns to the rank after that number.
 
 Searches compare an order with one that differs in a place or two, and keep it only if it ends soon enough.
 `simulate_within` takes over what both orders have in common and gives up when the end is sure to be too late.

@@ -85,7 +85,7 @@ class BestCheckpoint:
             say(f"warning: cannot write {scratch.with_suffix('')}: {error.strerror}; training goes on")
 
     def gives_up(self, step: int) -> bool:
-        """Whether so many evaluations up to `step` were no better that training stops."""
+        """Whether training stops: as many evaluations up to `step` were no better as the patience allows."""
         return self._patience is not None and (step - self._step) // self._every >= self._patience
 
 

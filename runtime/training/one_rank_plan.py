@@ -76,7 +76,7 @@ class SizeTrend(Enum):
     SHRINKING = auto()
 
 
-MicroBatchSizes = int | SizeTrend  # at most so many samples, of all sections, or a trend
+MicroBatchSizes = int | SizeTrend  # most samples of a micro-batch, for all sections, or a trend
 CPU_DEVICE = torch.device("cpu")
 
 

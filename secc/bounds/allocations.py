@@ -18,7 +18,7 @@ only its work over D counts. Stages are cut alike. f falls with D, since idle ma
 
 *Held bytes.* What stages hold for the backward limits the size of micro-batches, and so how often time is
 taken once in each (`secc/bounds/held_bytes.py`): the work of a group, and of each place in a pipeline's
-replicas, is at least that of so many micro-batches.
+replicas, is at least that of the micro-batches that this limit makes.
 
 *Memory.* A rank of a group holds a stage of each of its sections: the weights (unless they are divided over
 replicas, or in host memory), and with a backward, at some time, what its largest sample keeps. Groups in
@@ -145,7 +145,7 @@ class _Allocations:
         return True
 
     def _suffices(self, group: Sequence[str], ranks: int, time: int) -> bool:
-        """Whether a group may do its work on so many ranks, as far as the bounds say."""
+        """Whether a group may do its work on `ranks` ranks, as far as the bounds say."""
         total = 0
         for name in group:
             replicas, work = ranks // self.unit[name], self.work_ns[name]

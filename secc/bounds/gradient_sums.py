@@ -28,10 +28,10 @@ Where micro-batches have at most k samples, the last jobs of q replicas have the
 most. So the same holds with m = n = 1, for the mean of the q replicas that have samples, if the q k largest
 last jobs are taken off their work; the bound is the least one over q.
 
-A backward is split if what its micro-batch keeps meanwhile fits the plan's room. So a second part has at most
-the weight d of so many bytes, and T >= W - d + S + min(g, c (g - o) + o). Others are whole. Where there may
-be some, the bound is the lesser one of both kinds of last jobs. Such a micro-batch has more bytes than the
-room, so its backward has at least the weight v of so many bytes, and
+A backward is split if what its micro-batch keeps meanwhile fits the plan's room. So a second part has at
+most the weight d of the bytes that fit, and T >= W - d + S + min(g, c (g - o) + o). Others are whole. Where
+there may be some, the bound is the lesser one of both kinds of last jobs. Such a micro-batch has more bytes
+than the room, so its backward has at least the weight v of these bytes, and
 
     T >= W + b v,    T >= a v + max(S + o, (1 + b) v).
 """
@@ -73,8 +73,8 @@ class StageWork:
     most: int
 
     def bound_time(self, replicas: int, closing: Sequence[ClosingTimes]) -> int:
-        """Ns that a step with so many replicas takes at least up to the end of sums and gathers, by the rank
-        with the longest ones."""
+        """The least time, in ns, from the start of a step with `replicas` replicas to the end of sums and
+        gathers, by the rank with the longest ones."""
         return max((self._bound_rank(replicas, times) for times in closing if times.sums), default=0)
 
     def _bound_rank(self, replicas: int, times: ClosingTimes) -> int:

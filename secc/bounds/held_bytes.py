@@ -41,8 +41,8 @@ class StageHold:
     room: int
 
     def least_count(self, time: int) -> int | None:
-        """At least so many micro-batches if all replicas together have `time` ns; None if that is too short
-        for any number."""
+        """The least number of micro-batches if all replicas together have `time` ns; None if that is too
+        short for any number."""
         left = self.room * time - self.fixed
         if not self.root and left >= 0:
             return 0

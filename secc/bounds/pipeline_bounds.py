@@ -47,7 +47,7 @@ one, and let the backward be whole. Up to the end of the B of x at p, stage p ha
 the samples before it. From then on x takes its B at the stages from p - 1 down to q. Only then is its slot at
 q free, so of the samples behind x at most C - 1 have had their F at q before, in what memory x leaves; all
 their other work at q follows. With w the lesser of a sample's work at p and at q, and K(x) the most time that
-F of so many other samples take at q,
+F of C - 1 other samples take at q,
 
     T >= head + sum of w over the replica + sum of the B of x at q, ..., p - 1 - K(x) + tail,
 

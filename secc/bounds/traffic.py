@@ -213,8 +213,8 @@ class Traffic:
 
     def closing_times(self, section: Section, replicas: int | None = None) -> list[ClosingTimes]:
         """The sums and gathers of the parameters that all replicas of a section hold and no other section,
-        on each rank of tp. `replicas`: if there were so many, with ranks as near each other as can be; else
-        those of the plan."""
+        on each rank of tp. `replicas`: how many replicas hold them, with ranks as near each other as
+        can be; default: those of the plan."""
         found: list[ClosingTimes] = []
         for groups in self._groups_by_tp_rank.get(section.name, ()):
             times = [self._sum_and_gather_ns(g, section.mesh, replicas) for g in groups]
@@ -244,7 +244,7 @@ class Traffic:
     def _sum_and_gather_ns(
         self, group: _GroupOfReplicas, mesh: Mesh, replicas: int | None
     ) -> tuple[int, int]:
-        """`sum_ns` and `gather_ns` of a group, or of one with so many replicas."""
+        """`sum_ns` and `gather_ns` of a group, or of one with `replicas` replicas."""
         if self.cluster is None:
             return 0, 0
         own = span_of_ranks(group.held.ranks, self.cluster)

@@ -33,7 +33,8 @@ from secc.runtime.plan.step_program import (
 )
 from secc.runtime.schedule.cross_step_prefetch import find_prefetchable_sections
 
-# Sums are rounded: a sample may add more to a micro-batch's bytes than it keeps alone, by so much at most.
+# Sums are rounded: a sample may add more to a micro-batch's bytes than it keeps alone, but at most this
+# much more.
 ROUNDING_DIVISOR, ROUNDING_BYTES = 1000, 4096
 
 

@@ -97,7 +97,7 @@ def _find_functions(user: UserModel, model: nn.Module, sample: Mapping[str, Any]
 
 def describe_fault_of_one(user: UserModel, model: nn.Module, worst: str, tolerances: float) -> UserError:
     """Returns the error of a model with samples that have the gradients of the batch in twos but not alone,
-    while the loss is the same: that of parameter `worst` is off by so many tolerances."""
+    while the loss is the same: that of parameter `worst` is off by `tolerances` times the tolerance."""
     what = (
         "plain PyTorch gives samples alone other gradients than in twos, although the loss is the same: "
         f"{worst} is off by {tolerances:.3g} tolerances"

@@ -407,7 +407,7 @@ class _TrainedBytes(NamedTuple):
         )
 
     def rank_memory(self, backwards: int) -> RankMemory:
-        """The memory of a rank with so many backwards, as far as it concerns gradients."""
+        """The memory of a rank with `backwards` backwards, as far as it concerns gradients."""
         alone = self.freed and backwards == 1  # then its own gradients exist as the buckets on their way only
         reduced = reduced_gradients(self.summed, self.bucketed, self.shard, self.freed and not alone)
         own = 0 if alone else self.gradients

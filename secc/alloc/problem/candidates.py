@@ -41,7 +41,7 @@ def price_candidate(
 
 def with_sample_limit(work: Workload, load: SectionLoad, c: Candidate, most: int) -> Candidate:
     """The candidate with micro-batches of up to `most` samples where these are short: what passes need for a
-    time counts for so many mean samples. `load` is that of a rank."""
+    time counts for `most` mean samples. `load` is that of a rank."""
     limited = replace(c, sample_limit=most)
     before, after = (candidate_memory(work, load, one) for one in (c, limited))
     alternating = in_flight_alternating(work, load, c.micro_batches)

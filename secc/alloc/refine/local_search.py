@@ -91,16 +91,16 @@ SMALL_SHARE = 1 / 32  # of a step, by which waits may make it longer in a start 
 MOST_PLANS_WITH_OTHER_GROUPS = 6  # are estimated in all
 FASTEST_REGROUPED = 8  # candidates of a section are tried in its new group
 NORMS_OF_BEST = 3  # of the best plans are tried with other norms once no neighbour is better ...
-MOST_PLANS_WITH_OTHER_NORMS = 6  # ... and so many plans in all
+MOST_PLANS_WITH_OTHER_NORMS = 6  # ... and at most this many plans in all
 MOST_PLANS_WITH_OTHER_STAGES = 4  # are tried at a time once no neighbour is better
 # Once no neighbour is better, plans around the best one of each other kind of mixtures of experts are
-# estimated, if it takes at most this share longer, in at most so many rounds ...
+# estimated, if it takes at most this share longer, in at most this many rounds ...
 KIND_MARGIN = 1 / 2
 MORE_PLANS_WITH_KINDS = 30  # than MAX_EVALUATED_PLANS
 MOST_ROUNDS_OF_KIND = 4
-NEIGHBOURS_OF_KIND = 5  # ... of so many neighbours and some plans with a lighter load each
+NEIGHBOURS_OF_KIND = 5  # ... of this many neighbours and some plans with a lighter load each
 # Neighbours of plans that take at most this share longer than the best one are estimated where ratios of
-# estimates to closed forms make them promising: so many at a time, in all, and with so many tasks.
+# estimates to closed forms make them promising, within these limits of plans and of tasks in a plan.
 PROMISING_MARGIN = 1 / 4
 PROMISING_GAIN = 1 / 50  # they have to be shorter than the best plan by this share
 PROMISING_AT_ONCE = 4
@@ -558,7 +558,7 @@ class _LocalSearch:
     def _regroup(
         self, a: Assignment, groups: Sequence[Sequence[str]], ranks: Mapping[str, int]
     ) -> Iterator[Assignment]:
-        """Yields the plan with these groups of sections on so many ranks in which they take least time, with
+        """Yields the plan with these groups of sections on `ranks` ranks in which they take least time, with
         short waits, if one is possible; other sections stay as they are in `a`. Closed forms alone would
         leave open what sections do on ranks that have time left."""
         names = {s: min(group, key=[*a.group].index) for group in groups for s in group}

@@ -1,8 +1,8 @@
 """Lets a section form micro-batches of more short samples than memory was counted for mean ones, by the
 scheduled step.
 
-Closed forms count memory for micro-batches of so many mean samples, and a section has no candidate for which
-more do not fit. But what bounds a rank's memory in a step is the bytes in flight, whatever the number of
+Closed forms count memory for micro-batches of a number of mean samples, and a section has no candidate with
+more than fit. But what bounds a rank's memory in a step is the bytes in flight, whatever the number of
 samples: the scheduler may put four short samples in the place of two mean ones. That saves what takes time
 once in each micro-batch, such as issuing operations, reading weights of experts and adding their gradients.
 It does not always help, as larger micro-batches also make pipelines and other sections wait. So the best plan

@@ -29,7 +29,7 @@ LEAST_DEVIATION = 0.03  # of the logarithms of ratios, however alike those of th
 ESTIMATE_NOISE = 0.15  # of the deviation is between plans that the distance does not tell apart
 LENGTH_SCALE = 4.0  # differing choices after which plans have little to do with each other
 CONFIDENCE = 2.0
-DOUBLINGS = 2  # numbers that differ by so many doublings count as a whole difference
+DOUBLINGS = 2  # numbers that differ by this many doublings count as a whole difference
 RESOLUTION = 1e-6  # predictions that differ by less are equal, whatever a processor's rounding
 
 FloatArray = NDArray[np.float64]

@@ -18,7 +18,7 @@ LAYERS_ON_DEVICE = 3
 
 class ActivationCopies(NamedTuple):
     """Bytes of one micro-batch, as expressions: `moved` to host memory and back, at most `streamed` of them
-    on the device; of so many `layers`."""
+    on the device. `layers`: the number of layers that they belong to."""
 
     moved: str
     streamed: str

@@ -229,7 +229,7 @@ def stage_shares(
     placement: str = "loop",
     pass_ends: tuple[StageEnds, StageEnds] | None = None,
 ) -> StageShares:
-    """What the stages, `chunks` on each of `pp` ranks, have of a section with so many equal layers.
+    """What the stages, `chunks` on each of `pp` ranks, have of a section with `layers` equal layers.
 
     ends: the fractions of its time that pass before its layers, in the first stage, and behind them, in the
     last one; `pass_ends` has those of its forward and of its backward, which differ where a head computes
@@ -262,7 +262,7 @@ def stage_shares(
 
 
 def layers_at_even_cuts(layers: int, stages: int, ends: StageEnds) -> list[int]:
-    """Positions of the layers, of so many equal ones, inside which stages of equal times may begin: `ends`,
+    """Positions, among `layers` equal layers, of those inside which stages of equal times may begin: `ends`,
     those of `stage_shares`, are estimates. Empty where whole layers make the longest stage hardly longer than
     a mean one."""
     if layers < 2 or stages * stage_shares(layers, stages, ends).longest <= 1 + UNEVEN_SHARE:
@@ -274,7 +274,7 @@ def layers_at_even_cuts(layers: int, stages: int, ends: StageEnds) -> list[int]:
 
 
 def _times_of_stages(held: Sequence[int], ends: StageEnds) -> tuple[Fraction, ...]:
-    """The fractions of a time that stages take which hold so many layers each."""
+    """The fractions of a section's time that its stages take; `held`: the layers of each stage."""
     times = [n * (1 - ends[0] - ends[1]) / sum(held) for n in held]
     times[0], times[-1] = times[0] + ends[0], times[-1] + ends[1]
     return tuple(times)

@@ -33,7 +33,7 @@ _MAX_RETURNING = 12  # and ranges that return the loss
 _MAX_BLOCKS = 4  # of statements
 _MIN_SECONDS = 60.0  # of processor time for all tries, at least
 _MAX_CAPTURES = 2.0  # and as often the time of the capture that failed
-_FIRST_TRY = 5.0  # so many times as long for the first part, most often the right one: a loss with long loops
+_FIRST_TRY = 5.0  # times as long for the first part, most often the right one: a loss with long loops
 
 
 class TryTimeEnded(Exception):

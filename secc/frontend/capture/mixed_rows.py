@@ -30,7 +30,7 @@ from secc.runtime.training.eager_watch import run_forward
 _BATCHES = 4  # of each pattern, with 2, 3, 4 and 5 samples
 _SECONDS = 20.0  # of processor time, after which no further batch is compared
 _TOLERANCE = 1e-3  # of the largest entry, or
-_ROUNDINGS = 16  # so many units in the last place of the model's coarsest dtype
+_ROUNDINGS = 16  # units in the last place of the model's coarsest dtype
 
 _SampleDims = Mapping[tuple[str, str], int]  # the dim of the samples, by a block's path and a result's place
 _Results = dict[tuple[str, str, int], torch.Tensor]  # by path, place and number of the call

@@ -47,7 +47,7 @@ class ExcerptBudget:
             raise CannotRunExcerpt(f"one layer of each kind takes more than {limit:.1f} GiB of memory")
 
     def expect_flops(self, flops: float = 0.0) -> None:
-        """Ends the excerpt if its time is over, or would be after so many FLOPs."""
+        """Ends the excerpt if its time is over, or would be after `flops` more FLOPs."""
         spent = time.process_time() - self._start
         if spent + flops / _FLOPS_PER_SECOND > self._limits.seconds:
             raise CannotRunExcerpt(
