@@ -19,7 +19,6 @@ from difflib import get_close_matches
 from functools import partial
 from math import gcd
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -228,9 +227,6 @@ def compile_model(
     limit_threads(meta)
     with clock.measure("build the model here"):
         model = _build_model_if_small(user, meta)
-        if model is not None and not options.dtype:
-            eager_failure.refuse_failing_model(user, model, _find_light_samples(survey))
-            files.restore_values()
         start = None if model is None else StartState(model, user)
     with clock.measure("compare widths"):
         padding = (
@@ -305,17 +301,6 @@ def compile_model(
         start=start,
         unloaded=unloaded,
     )
-
-
-def _find_light_samples(survey: DatasetSurvey) -> list[dict[str, Any]]:
-    """Returns two drawn samples that have the first one's optional inputs: those with the fewest numbers."""
-    drawn = [d for d in survey.drawn_samples if d.sample is not None]
-    samples = [d.sample for d in drawn if d.sample is not None and d.pattern == drawn[0].pattern]
-
-    def count_numbers(sample: dict[str, Any]) -> int:
-        return sum(v.numel() for v in sample.values() if isinstance(v, torch.Tensor))
-
-    return sorted(samples, key=count_numbers)[:2]
 
 
 def _refuse_untrained_model(user: UserModel, meta: nn.Module) -> None:

@@ -3,8 +3,6 @@ code."""
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import nn
 from secc.errors import NotEnoughMemory, UserError
 from secc.runtime.model.error_remedies import DEFAULT_REMEDY, remedy_for
 from secc.runtime.model.source_lines import error_source_line
-from secc.runtime.model.user_file import UserModel, extract_loss
+from secc.runtime.model.user_file import UserModel
 from secc.runtime.parameters.mixed_precision import find_uncast_buffers
 from secc.runtime.recorder import is_gradient_error
 from secc.runtime.training.eager_watch import run_forward
@@ -27,35 +25,16 @@ def is_user_error(error: BaseException) -> bool:
     return cause is not None and (not isinstance(cause, UserError) or is_user_error(cause))
 
 
-def refuse_failing_model(user: UserModel, model: nn.Module, samples: Sequence[dict[str, Any]]) -> None:
-    """Raises UserError if plain PyTorch fails on the first sample and on all of them, or gives no finite loss
-    for both: the comparison with the plan would find that at the end of a compilation only. The model is not
-    changed; what forward keeps outside of it may be."""
-    try:
-        copied = copy.deepcopy(model)
-    except Exception:  # whatever the user's modules hold
-        return
-    failures = [find_eager_failure(user, copied, some, finite=True) for some in (samples[:1], samples)]
-    if all(failures) and failures[-1] is not None:
-        raise failures[-1]
-
-
 def find_eager_failure(
-    user: UserModel, model: nn.Module, samples: Sequence[dict[str, Any]], finite: bool = False
+    user: UserModel, model: nn.Module, samples: Sequence[dict[str, Any]]
 ) -> UserError | None:
     """Runs forward in plain PyTorch on a batch of these samples; returns its error, None if it succeeds or
-    takes too much memory. With `finite`, a loss that is not finite is an error, too."""
+    takes too much memory."""
     batch = user.collate(samples)
     try:
-        if not finite:
-            _run_with_or_without_gradients(model, batch)
-            return None
-        loss = float(extract_loss(run_forward(model, batch), user.forward_source_line).detach())
-        return None if math.isfinite(loss) else infinite_loss_error(user, loss)
+        _run_with_or_without_gradients(model, batch)
     except NotEnoughMemory:
         return None
-    except UserError as error:
-        return error
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         if is_missing_kernel(error):
             return None
