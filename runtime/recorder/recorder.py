@@ -863,7 +863,7 @@ class Recorder:
             return arguments
         number = cache_layer(module)
 
-        def describe(_: str, leaf: Any) -> Any:
+        def describe_cache(_: str, leaf: Any) -> Any:
             if not is_empty_cache(leaf, number):
                 return leaf
             if (path, id(leaf)) in self._unfilled_caches:
@@ -871,7 +871,7 @@ class Recorder:
             self._unfilled_caches[path, id(leaf)] = leaf
             return "an empty cache"
 
-        return nested_values.map_leaves(arguments, describe)
+        return nested_values.map_leaves(arguments, describe_cache)
 
     def _run_inside_block(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module in a running block. If it needs values that are not known, or an op that fake

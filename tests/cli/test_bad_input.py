@@ -34,7 +34,7 @@ REFUSED = [
     ),
     (
         "large_spectra",
-        ["large_spectra.py:16", "joined along dim 0, in this batch spectrum [16, 6]", "hold `value[None]`"],
+        ["some_spectra.py:15", "joined along dim 0, in this batch spectrum [16, 6]", "hold `value[None]`"],
     ),
     (
         "stacked_spectra",
