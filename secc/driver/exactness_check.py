@@ -59,11 +59,7 @@ from secc.driver.unmet_values import (
 from secc.driver.user_backwards import user_backwards
 from secc.errors import InexactPlan, NotEnoughMemory, UserError
 from secc.frontend.capture.batch_decisions import MAX_BATCH_SAMPLES, BatchDecisions, DecisionCause
-from secc.frontend.capture.eager_failure import (
-    blame_compute_dtype,
-    find_eager_failure,
-    infinite_loss_error,
-)
+from secc.frontend.capture.eager_failure import blame_compute_dtype, find_eager_failure
 from secc.frontend.capture.result_sizes import find_result_without_padding, find_size_of_values
 from secc.frontend.dataset.light_samples import count_entries, select_light_samples
 from secc.frontend.dataset.padding_policy import WidthsReason
@@ -1080,7 +1076,9 @@ def _run_reference(
     loss = reference.result.loss if reference.result else 0.0
     if math.isfinite(loss):
         return reference
-    raise infinite_loss_error(compiled.user, loss)
+    message = f"plain PyTorch's own loss of a batch is {loss}, so that no plan can be compared with it"
+    remedy = "a mean over no labels is nan: divide a sum by max(count, 1)"
+    raise UserError(message, compiled.user.forward_source_line or str(compiled.user.path), remedy)
 
 
 def _run_deterministic_reference(

@@ -67,13 +67,6 @@ def find_eager_failure(
     return None
 
 
-def infinite_loss_error(user: UserModel, loss: float) -> UserError:
-    """Returns the error for a loss of plain PyTorch that is not finite."""
-    message = f"plain PyTorch's own loss of a batch is {loss}, so that no plan can be compared with it"
-    remedy = "a mean over no labels is nan: divide a sum by max(count, 1)"
-    return UserError(message, user.forward_source_line or str(user.path), remedy)
-
-
 def _explain_failure(error: BaseException) -> str:
     remedy = remedy_for(error)
     return (
